@@ -1,0 +1,5 @@
+import sys
+
+from reslab.cli import main
+
+sys.exit(main())

@@ -1,0 +1,178 @@
+"""From criterion to verdict: a claim is a set of checks, and each check was given its threshold before any data."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+from pydantic import model_validator
+
+from reslab.files import write_atomic
+from reslab.schema import Settings, UserError, validate
+from reslab.stats import Estimate
+
+__all__ = ["Check", "Criterion", "Outcome", "Published", "Record", "Verdict", "check", "read", "verdict", "write"]
+
+Outcome = Literal["holds", "fails", "undecided"]
+Verdict = Literal["supported", "partly supported", "refuted", "inconclusive"]
+
+SCHEMA = 1
+"""Version of `Record`."""
+
+
+class Criterion(Settings):
+    """Where an estimate must lie for the sentence to hold: above, below, or between two thresholds."""
+
+    above: float | None = None
+    below: float | None = None
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> "Criterion":
+        if self.above is None and self.below is None:
+            raise ValueError("a criterion needs a threshold; give above, below or both")
+        if self.above is not None and self.below is not None and self.above >= self.below:
+            raise ValueError(f"above {self.above} is not less than below {self.below}; no value can lie between")
+        return self
+
+    def judge(self, estimate: Estimate) -> Outcome:
+        """`holds` or `fails` when the whole interval lies on one side; `undecided` across, or without interval."""
+        if estimate.low is None or estimate.high is None:
+            return "undecided"
+        low = float("-inf") if self.above is None else self.above
+        high = float("inf") if self.below is None else self.below
+        if low < estimate.low and estimate.high < high:
+            return "holds"
+        return "fails" if estimate.high <= low or estimate.low >= high else "undecided"
+
+    def __str__(self) -> str:
+        parts = [("above", self.above), ("below", self.below)]
+        return " and ".join(f"{word} {value:g}" for word, value in parts if value is not None)
+
+
+class Check(Settings):
+    """One sentence, or part of one, put to the test."""
+
+    sentence: str
+    """Id in docs/claims.md of the sentence that is tested."""
+    name: str
+    """Name of the criterion in params.yaml."""
+    statement: str
+    """What holds if the criterion is met."""
+    role: Literal["exact", "trained", "control"]
+    """exact: at the initial weights; trained: needs training; control: must hold for the others to mean anything."""
+    unit: str
+    estimate: Estimate
+    criterion: Criterion
+    outcome: Outcome
+
+
+class Published(Settings):
+    """A published number beside ours."""
+
+    what: str
+    published: str
+    ours: str
+    source: str
+
+
+class Record(Settings):
+    """What a claim's notebook leaves behind."""
+
+    schema_version: int = SCHEMA
+    claim: str
+    title: str
+    statement: str
+    scale: str
+    verdict: Verdict
+    because: str
+    key: str
+    """Name of the check that the scoreboard shows."""
+    checks: tuple[Check, ...]
+    published: tuple[Published, ...]
+    arms: dict[str, Any]
+    """What the experiment chose and measured beyond the checks, such as learning rates and losses by arm."""
+    provenance: dict[str, Any]
+
+    def table(self) -> pd.DataFrame:
+        """The checks, one a row, for reading."""
+        rows = [
+            {
+                "sentence": check.sentence,
+                "check": check.statement,
+                "kind": check.role,
+                "estimate [95 % interval]": str(check.estimate),
+                "unit": check.unit,
+                "holds if": str(check.criterion),
+                "outcome": check.outcome,
+            }
+            for check in self.checks
+        ]
+        return pd.DataFrame(rows)
+
+
+def check(
+    criteria: dict[str, Criterion],
+    name: str,
+    estimate: Estimate,
+    *,
+    sentence: str,
+    statement: str,
+    unit: str,
+    role: Literal["exact", "trained", "control"] = "trained",
+) -> Check:
+    """The check `name`, judged by its criterion; a UserError when the criterion is not in the parameters."""
+    if name not in criteria:
+        raise UserError(f"criteria: '{name}' is missing; add it to params.yaml before the run")
+    outcome = criteria[name].judge(estimate)
+    return Check(
+        sentence=sentence,
+        name=name,
+        statement=statement,
+        role=role,
+        unit=unit,
+        estimate=estimate,
+        criterion=criteria[name],
+        outcome=outcome,
+    )
+
+
+def verdict(checks: Sequence[Check]) -> tuple[Verdict, str]:
+    """The verdict over `checks`, and one sentence why.
+
+    Controls first: one that does not hold makes the whole inconclusive. Then: all hold, supported;
+    none holds and one fails, refuted; none holds or fails, inconclusive; all else, partly supported.
+    """
+    lost = [c.name for c in checks if c.role == "control" and c.outcome != "holds"]
+    if lost:
+        return "inconclusive", f"control not met: {', '.join(lost)}"
+    claims = [c for c in checks if c.role != "control"]
+    counts = {outcome: [c for c in claims if c.outcome == outcome] for outcome in ("holds", "fails", "undecided")}
+    because = f"{len(counts['holds'])} of {len(claims)} checks hold"
+    for outcome, word in (("fails", "refuted"), ("undecided", "undecided")):
+        if counts[outcome]:
+            because += f"; {word}: " + ", ".join(f"{c.sentence} {c.name}" for c in counts[outcome])
+    if claims and len(counts["holds"]) == len(claims):
+        return "supported", because
+    if counts["holds"]:
+        return "partly supported", because
+    return ("refuted" if counts["fails"] else "inconclusive"), because
+
+
+def write(record: Record, folder: Path) -> Path:
+    """Write `record` as `folder`/<claim>.json: the last file of a claim, and the sign that it is complete."""
+    path = folder / f"{record.claim}.json"
+    text = json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    write_atomic(path, (text + "\n").encode())
+    return path
+
+
+def read(path: Path) -> Record:
+    """A claim's record; a UserError when it is no record, or one of another version."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: not a readable claim record ({error}); run `dvc repro` to make it again") from None
+    if not isinstance(content, dict) or content.get("schema_version") != SCHEMA:
+        raise UserError(f"{path}: a record of another version; run `dvc repro` to make it again")
+    return validate(Record, content, str(path))

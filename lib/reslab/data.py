@@ -1,0 +1,248 @@
+"""Corpora and tasks: what a run trains on, and the held-out data it is judged by.
+
+A task gives batches that depend on seed and step alone, and held-out batches that depend on nothing.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Literal, Protocol
+
+import numpy as np
+import pooch
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor
+
+from reslab import paths
+from reslab.schema import Settings, UserError
+
+__all__ = ["Corpus", "CorpusConfig", "Digits", "DigitsConfig", "Split", "Task", "Text", "TextConfig", "load"]
+
+Split = Literal["validation", "test"]
+Batch = tuple[Tensor, Tensor]
+
+VOCABULARY = 256
+"""Text is read as bytes."""
+
+DOWNLOADS = {
+    "tinyshakespeare": (
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
+        "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+    ),
+    "enwik8": (
+        "https://mattmahoney.net/dc/enwik8.zip",
+        "547994d9980ebed1288380d652999f38a14fe291a6247c157c3d33d4932534bc",
+    ),
+}
+"""Optional corpora: address and SHA-256 of what is fetched."""
+
+
+class CorpusConfig(Settings):
+    """Which text. `source` is `pandas`, `tinyshakespeare`, `enwik8`, or the path of a text file."""
+
+    source: str = Field(min_length=1)
+    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    """Checked against the bytes of all documents, in order; null skips the check."""
+
+
+class Task(Protocol):
+    """What a run needs of its data: inputs and the class of each target."""
+
+    def batch(self, seed: int, step: int, size: int) -> Batch:
+        """Training batch number `step`; the same for the same seed, step and size."""
+        ...
+
+    def held_out(self, split: Split) -> Iterator[Batch]:
+        """All of a held-out split, always the same batches."""
+        ...
+
+    @property
+    def context_free_loss(self) -> float:
+        """Held-out loss in nats of the best guess that does not look at the input."""
+        ...
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def _pandas_documents() -> list[bytes]:
+    """The Python sources of the installed pandas wheel, tests left out, sorted by path."""
+    spec = importlib.util.find_spec("pandas")
+    if spec is None or spec.origin is None:
+        raise UserError("corpus pandas: the package pandas is not installed; run `make setup`")
+    root = Path(spec.origin).parent
+    files = sorted(
+        (path for path in root.rglob("*.py") if "tests" not in path.relative_to(root).parts),
+        key=lambda path: path.relative_to(root).as_posix(),
+    )
+    return [path.read_bytes().decode("ascii", errors="replace").replace("\ufffd", "?").encode() for path in files]
+
+
+def _file_documents(path: Path, sections: int = 200) -> list[bytes]:
+    """A text file as `sections` nearly equal documents, cut at line ends where there are some."""
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"corpus {path}: cannot read it ({error.strerror}); give the path of a text file") from None
+    cuts = [0]
+    for section in range(1, sections):
+        wanted = section * len(text) // sections
+        line_end = text.find(b"\n", wanted, wanted + len(text) // sections)
+        cuts.append(wanted if line_end < 0 else line_end + 1)
+    return [text[a:b] for a, b in zip(cuts, [*cuts[1:], len(text)], strict=True)]
+
+
+def _download(name: str) -> Path:
+    address, digest = DOWNLOADS[name]
+    unpack = pooch.Unzip(members=["enwik8"]) if address.endswith(".zip") else None
+    pooch.get_logger().setLevel("WARNING")
+    try:
+        fetched = pooch.retrieve(address, f"sha256:{digest}", path=paths.DATA, processor=unpack)
+    except ValueError as error:
+        raise UserError(f"corpus {name}: {error}; the source has changed or the download broke") from None
+    except OSError as error:
+        raise UserError(
+            f"corpus {name}: cannot fetch {address} ({type(error).__name__}); connect to the network, "
+            "or set corpus.source to `pandas` or to a text file of yours"
+        ) from None
+    return Path(fetched[0] if isinstance(fetched, list) else fetched)
+
+
+def _documents(source: str) -> list[bytes]:
+    if source == "pandas":
+        return _pandas_documents()
+    if source in DOWNLOADS:
+        return _file_documents(_download(source))
+    return _file_documents(paths.ROOT / source)
+
+
+def _check_sha256(config: CorpusConfig, documents: list[bytes]) -> None:
+    found = hashlib.sha256(b"".join(documents)).hexdigest()
+    if config.sha256 in (None, found):
+        return
+    advice = "set corpus.sha256 to the new value (or to null) if the change is meant"
+    if config.source == "pandas":
+        advice = (
+            f"the installed pandas is {importlib.metadata.version('pandas')}; install the pinned version "
+            f"(pip install -r requirements.lock), or {advice}"
+        )
+    raise UserError(f"corpus {config.source}: SHA-256 is {found}, not {config.sha256}; {advice}")
+
+
+class Corpus:
+    """A byte-level text, split by document into train, validation and test (90, 5 and 5 %).
+
+    Documents are assigned in a fixed random order; none is in two splits.
+    """
+
+    def __init__(self, config: CorpusConfig) -> None:
+        documents = _documents(config.source)
+        _check_sha256(config, documents)
+        order = np.random.default_rng(0).permutation(len(documents))
+        total = sum(map(len, documents))
+        parts: dict[str, list[bytes]] = {"validation": [], "test": [], "train": []}
+        for index in order:
+            part = next((p for p in ("validation", "test") if sum(map(len, parts[p])) < total // 20), "train")
+            parts[part].append(documents[index])
+        self.source = config.source
+        self.sha256 = hashlib.sha256(b"".join(documents)).hexdigest()
+        self.splits: dict[str, NDArray[np.uint8]] = {
+            name: np.frombuffer(b"".join(part), dtype=np.uint8) for name, part in parts.items()
+        }
+
+    def unigram(self) -> NDArray[np.float64]:
+        """Log-probability in nats of each byte, from the training split with add-one smoothing, [256]."""
+        counts = np.bincount(self.splits["train"], minlength=VOCABULARY) + 1.0
+        logs: NDArray[np.float64] = np.log(counts / counts.sum())
+        return logs
+
+
+class TextConfig(Settings):
+    kind: Literal["text"] = "text"
+    corpus: CorpusConfig
+    context: int = Field(ge=1)
+    evaluation_windows: int = Field(ge=1)
+    """Held-out windows of `context` tokens, evenly spaced over the split."""
+
+
+class Text:
+    """Next-byte prediction on a corpus: inputs and targets [B, T]."""
+
+    def __init__(self, config: TextConfig) -> None:
+        self.config = config
+        self.corpus = Corpus(config.corpus)
+        for name, part in self.corpus.splits.items():
+            if len(part) <= config.context:
+                raise UserError(
+                    f"corpus {config.corpus.source}: too short; its {name} split has {len(part)} bytes, and a "
+                    f"context of {config.context} needs at least {config.context + 1}; use a longer text"
+                )
+
+    def _windows(self, text: NDArray[np.uint8], starts: NDArray[np.int64]) -> Batch:
+        window = text[starts[:, None] + np.arange(self.config.context + 1)].astype(np.int64)
+        tokens = torch.from_numpy(window)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    def batch(self, seed: int, step: int, size: int) -> Batch:
+        text = self.corpus.splits["train"]
+        starts = np.random.default_rng([seed, step]).integers(0, len(text) - self.config.context, size)
+        return self._windows(text, starts)
+
+    def held_out(self, split: Split) -> Iterator[Batch]:
+        text = self.corpus.splits[split]
+        last = len(text) - self.config.context - 1
+        starts = np.unique(np.linspace(0, last, self.config.evaluation_windows).astype(np.int64))
+        for at in range(0, len(starts), 32):
+            yield self._windows(text, starts[at : at + 32])
+
+    @property
+    def context_free_loss(self) -> float:
+        """Cross entropy in nats of the test windows under the training split's byte frequencies."""
+        logs = self.corpus.unigram()
+        losses = [-logs[targets.numpy()] for _, targets in self.held_out("test")]
+        return float(np.concatenate(losses).mean())
+
+
+# --- images ---------------------------------------------------------------------------------------
+
+
+class DigitsConfig(Settings):
+    kind: Literal["digits"] = "digits"
+
+
+class Digits:
+    """Scikit-learn's 1797 handwritten digits: inputs [B, 1, 8, 8] in [-1, 1], targets [B] in 0..9."""
+
+    def __init__(self, config: DigitsConfig) -> None:
+        from sklearn.datasets import load_digits
+
+        images, classes = load_digits(return_X_y=True)
+        order = np.random.default_rng(0).permutation(len(classes))
+        pixels = (images[order].reshape(-1, 1, 8, 8) / 8 - 1).astype(np.float32)
+        self.images, self.classes = torch.from_numpy(pixels), torch.from_numpy(classes[order].astype(np.int64))
+        self.ranges = {"validation": range(0, 300), "test": range(300, 600), "train": range(600, len(classes))}
+
+    def batch(self, seed: int, step: int, size: int) -> Batch:
+        train = self.ranges["train"]
+        chosen = np.random.default_rng([seed, step]).choice(len(train), size, replace=False) + train.start
+        return self.images[chosen], self.classes[chosen]
+
+    def held_out(self, split: Split) -> Iterator[Batch]:
+        part = slice(self.ranges[split].start, self.ranges[split].stop)
+        yield self.images[part], self.classes[part]
+
+    @property
+    def context_free_loss(self) -> float:
+        """ln 10: the ten digits are equally frequent."""
+        return float(np.log(10))
+
+
+@cache
+def load(config: TextConfig | DigitsConfig) -> Task:
+    """The task that `config` describes; read and checked once a process."""
+    return Text(config) if isinstance(config, TextConfig) else Digits(config)

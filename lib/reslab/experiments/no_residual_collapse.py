@@ -1,0 +1,690 @@
+"""Claim 01: without residual connections a Transformer does not break, it collapses (sentences A1 to A3.2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from pydantic import Field, field_validator
+
+from reslab import collapse, data, plotting
+from reslab.claims import Check, Criterion, Published, check
+from reslab.comparison import Arm, Runs, choose_rates, train_arms
+from reslab.models.decoder import DecoderConfig
+from reslab.models.resnet import ResNetConfig
+from reslab.probes import stream_profile
+from reslab.residuals import ConnectionConfig, Placement
+from reslab.schema import Settings
+from reslab.stats import Estimate, deterministic, detrended, fisher_g, mean_of, paired_difference, unexplained_share
+from reslab.training import Optimisation, RunConfig, RunRecord, build
+
+if TYPE_CHECKING:
+    from reslab.params import Params
+
+TITLE = "Without residual connections a Transformer collapses"
+STATEMENT = (
+    "Set the skip weight to 0 in every block: the model still runs, but its loss falls only for a few steps and then "
+    "stays near the best context-free guess; token representations become alike layer by layer; gradients do not pass."
+)
+KEY = "loss_gap"
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+class Exact(Settings):
+    """Size of the checks at initial weights."""
+
+    depths: tuple[int, ...] = Field(min_length=1)
+    """Blocks of the decoders whose token cosine and gradients are measured, increasing."""
+    seeds: int = Field(ge=2)
+    tokens: int = Field(ge=8)
+    width: int = Field(ge=8)
+
+    @field_validator("depths")
+    @classmethod
+    def _depths_increase(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
+        if min(depths) < 2 or list(depths) != sorted(set(depths)):
+            raise ValueError(f"depths must increase from at least 2, got {list(depths)}")
+        return depths
+
+
+class ResNetArms(Settings):
+    """The image net of sentence A1r."""
+
+    channels: int = Field(ge=1)
+    depth: int = Field(ge=1)
+    batch: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    learning_rates: tuple[float, ...] = Field(min_length=1)
+
+
+class Criteria(Settings):
+    """What each check must meet; fixed before training. The meaning of each is in `checks_*` below."""
+
+    collapse_exponent: Criterion
+    causal_halving: Criterion
+    hull_excess: Criterion
+    spread_left: Criterion
+    cosine_none: Criterion
+    cosine_pre: Criterion
+    cosine_post: Criterion
+    cosine_rezero: Criterion
+    gradient_none: Criterion
+    gradient_pre: Criterion
+    never_diverges: Criterion
+    loss_falls: Criterion
+    near_context_free: Criterion
+    above_guessing: Criterion
+    loss_gap: Criterion
+    resnet_removed: Criterion
+    resnet_shrunk: Criterion
+    gradient_trained_none: Criterion
+    gradient_trained_skip: Criterion
+    rank_trained_none: Criterion
+    rank_trained_skip: Criterion
+    tokens_alike: Criterion
+    layers_alike: Criterion
+    periodic: Criterion
+    not_batch_noise: Criterion
+    less_calm: Criterion
+    shifted: Criterion
+
+
+class Parameters(Settings):
+    """The section claims.no_residual_collapse of params.yaml."""
+
+    depth: int = Field(ge=2)
+    skips: tuple[float, ...]
+    """Weights of the skip, from 0 (none) to 1 (the standard residual)."""
+    learning_rates: tuple[float, ...] = Field(min_length=1)
+    sweep_seed: int = Field(ge=0)
+    sweep_steps: int = Field(ge=1)
+    resnet: ResNetArms
+    exact: Exact
+    criteria: Criteria
+
+    @field_validator("skips")
+    @classmethod
+    def _from_none_to_full(cls, skips: tuple[float, ...]) -> tuple[float, ...]:
+        if list(skips) != sorted(set(skips)) or skips[0] != 0 or skips[-1] != 1 or len(skips) < 3:
+            raise ValueError(f"skips must increase from 0 to 1 with at least one between, got {list(skips)}")
+        return skips
+
+
+# --- exact checks at initial weights --------------------------------------------------------------
+
+INITIAL_ARMS: dict[str, tuple[str, Placement]] = {
+    "no skip": ("none", "pre"),
+    "Post-LN": ("add", "post"),
+    "Pre-LN": ("add", "pre"),
+    "ReZero": ("rezero", "pre"),
+}
+
+
+def initial_profiles(params: Params) -> pd.DataFrame:
+    """Token cosine and gradient slope of untrained decoders; one row for each arm, depth and seed.
+
+    `gradient_slope` is ln|dLoss/dx_0| - ln|dLoss/dx_L| per block: the factor by which going back one block
+    multiplies the gradient, as a logarithm. Random tokens; matrices of std 1/sqrt(d).
+    """
+    exact = params.claims.no_residual_collapse.exact
+    torch.set_num_threads(params.device.threads)
+    rows = []
+    for depth in exact.depths:
+        for seed in range(exact.seeds):
+            tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, data.VOCABULARY, (2, exact.tokens + 1)))
+            for arm, (kind, placement) in INITIAL_ARMS.items():
+                config = DecoderConfig(
+                    width=exact.width,
+                    heads=4,
+                    context=exact.tokens,
+                    vocabulary=data.VOCABULARY,
+                    depth=depth,
+                    init_std=exact.width**-0.5,
+                    weight_init="plain",
+                    connection=ConnectionConfig(kind=kind),
+                    placement=placement,
+                )
+                model = build(config, seed)
+                profile = stream_profile(model, model.blocks, tokens[:, :-1], tokens[:, 1:])
+                gradient = profile["gradient_norm"]
+                rows.append(
+                    {
+                        "arm": arm,
+                        "depth": depth,
+                        "seed": seed,
+                        "embedding_cosine": profile["token_cosine"][0],
+                        "token_cosine": profile["token_cosine"][-1],
+                        "gradient_slope": math.log(gradient[0] / gradient[-1]) / depth,
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def checks_initial(params: Params, profiles: pd.DataFrame) -> list[Check]:
+    """Sentences A2.1, A2.2 and A3.1h without training."""
+    section = params.claims.no_residual_collapse
+    exact, criteria = section.exact, dict(section.criteria)
+    seeds = range(exact.seeds)
+    shallow, deep = exact.depths[0], exact.depths[-1]
+
+    def over_seeds(arm: str, depth: int, column: str) -> list[float]:
+        chosen = profiles[(profiles["arm"] == arm) & (profiles["depth"] == depth)]
+        return chosen.sort_values("seed")[column].tolist()
+
+    def slopes(arm: str) -> Estimate:
+        return mean_of([abs(v) for v in over_seeds(arm, deep, "gradient_slope")])
+
+    halving = [collapse.causal_uniform_residuals(40, exact.tokens, exact.width, seed)[-2:] for seed in seeds]
+    spreads = [collapse.attention_only_spread(12, exact.tokens, exact.width, seed) for seed in seeds]
+    unchanged = paired_difference(
+        over_seeds("ReZero", deep, "token_cosine"), over_seeds("ReZero", deep, "embedding_cosine")
+    )
+    return [
+        check(
+            criteria,
+            "collapse_exponent",
+            mean_of([collapse.collapse_exponent(4, 32, 32, seed) for seed in seeds]),
+            sentence="A2.2",
+            statement="bidirectional attention alone cubes its distance from rank one at every layer",
+            unit="log-log slope",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "causal_halving",
+            mean_of([after / before for before, after in halving]),
+            sentence="A2.2",
+            statement="causal attention with equal weights halves its distance from rank one at every layer",
+            unit="ratio per layer",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "cosine_none",
+            mean_of(over_seeds("no skip", shallow, "token_cosine")),
+            sentence="A2.2",
+            statement=f"without skips the tokens point one way after {shallow} untrained blocks",
+            unit="token cosine",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "cosine_pre",
+            mean_of(over_seeds("Pre-LN", deep, "token_cosine")),
+            sentence="A2.2",
+            statement=f"with skips (Pre-LN) they do not, even after {deep} untrained blocks",
+            unit="token cosine",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "cosine_post",
+            mean_of(over_seeds("Post-LN", deep, "token_cosine")),
+            sentence="A2.2",
+            statement=f"with skips (Post-LN) they do not, even after {deep} untrained blocks",
+            unit="token cosine",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "cosine_rezero",
+            unchanged,
+            sentence="A2.2",
+            statement="ReZero's branches are closed at the start: the token cosine is the embedding's",
+            unit="change of token cosine",
+            role="control",
+        ),
+        check(
+            criteria,
+            "gradient_none",
+            slopes("no skip"),
+            sentence="A2.1",
+            statement=f"without skips the gradient changes by a constant factor a block ({deep} blocks, untrained)",
+            unit="|ln factor| per block",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "gradient_pre",
+            slopes("Pre-LN"),
+            sentence="A2.1",
+            statement=f"with skips (Pre-LN) it passes nearly unchanged ({deep} blocks, untrained)",
+            unit="|ln factor| per block",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "hull_excess",
+            deterministic(max(collapse.hull_excess(exact.tokens, exact.width, seed) for seed in seeds)),
+            sentence="A3.1h",
+            statement="attention outputs stay inside the range of their values in every coordinate",
+            unit="excess",
+            role="exact",
+        ),
+        check(
+            criteria,
+            "spread_left",
+            mean_of([spread[-1] / spread[0] for spread in spreads]),
+            sentence="A3.1h",
+            statement="after 12 attention layers little of the values' range is left",
+            unit="share of the range",
+            role="exact",
+        ),
+    ]
+
+
+# --- trained arms ---------------------------------------------------------------------------------
+
+
+def skip_name(weight: float) -> str:
+    return f"skip {weight:g}"
+
+
+def resnet_name(weight: float) -> str:
+    return f"ResNet skip {weight:g}"
+
+
+def connection(weight: float) -> ConnectionConfig:
+    """The plainest kind of connection with this skip weight, so that claims share their runs."""
+    if weight in (0, 1):
+        return ConnectionConfig(kind="add" if weight else "none")
+    return ConnectionConfig(kind="weighted_skip", weight=weight)
+
+
+def decoder_arm(params: Params, weight: float) -> Arm:
+    section = params.claims.no_residual_collapse
+    shape = params.decoder.model_dump()
+    config = RunConfig(
+        task=data.TextConfig(
+            corpus=params.corpus, context=params.decoder.context, evaluation_windows=params.evaluation_windows
+        ),
+        model=DecoderConfig(
+            **shape, vocabulary=data.VOCABULARY, depth=section.depth, connection=connection(weight), placement="pre"
+        ),
+        optimisation=params.optimisation,
+        learning_rate=section.learning_rates[0],
+        seed=0,
+        device=params.device,
+    )
+    return Arm(skip_name(weight), config, section.learning_rates)
+
+
+def resnet_arm(params: Params, weight: float) -> Arm:
+    section = params.claims.no_residual_collapse.resnet
+    recipe = params.optimisation.model_copy(update={"batch": section.batch, "steps": section.steps})
+    config = RunConfig(
+        task=data.DigitsConfig(),
+        model=ResNetConfig(
+            channels=section.channels, depth=section.depth, classes=10, connection=connection(weight)
+        ),
+        optimisation=Optimisation.model_validate(recipe),
+        learning_rate=section.learning_rates[0],
+        seed=0,
+        device=params.device,
+    )
+    return Arm(resnet_name(weight), config, section.learning_rates)
+
+
+def arms(params: Params) -> list[Arm]:
+    skips = params.claims.no_residual_collapse.skips
+    return [decoder_arm(params, w) for w in skips] + [resnet_arm(params, w) for w in skips]
+
+
+def rates(params: Params) -> pd.DataFrame:
+    """Stage one of the comparison: a learning rate for every arm."""
+    section = params.claims.no_residual_collapse
+    return choose_rates(arms(params), section.sweep_seed, section.sweep_steps, params.execution)
+
+
+def runs(params: Params, chosen: pd.DataFrame) -> Runs:
+    """Stage two: every arm at its rate on all seeds."""
+    return train_arms(arms(params), chosen, params.seeds, params.execution)
+
+
+# --- checks on trained arms -----------------------------------------------------------------------
+
+
+def _guess_losses(record: RunRecord) -> list[float]:
+    """Loss of the best context-free guess on the very batches a text run was trained on, step by step.
+
+    The noise-matched control: whatever this series shows comes from the batches, not from the model.
+    """
+    task = data.load(record.config.task)
+    assert isinstance(task, data.Text)
+    logs, config = task.corpus.unigram(), record.config
+    steps = range(len(record.train_loss))
+    return [float(-logs[task.batch(config.seed, s, config.optimisation.batch)[1].numpy()].mean()) for s in steps]
+
+
+def _last_half(series: Sequence[float]) -> Sequence[float]:
+    """The plateau: the second half of the steps."""
+    return series[len(series) // 2 :]
+
+
+def _profile(records: list[RunRecord], measure: str, place: int = -1) -> list[float]:
+    return [record.profile_after[measure][place] for record in records]
+
+
+def _gradient_passed(records: list[RunRecord]) -> list[float]:
+    """log10 of the gradient norm at the embedding over that after the last block."""
+    norms = [record.profile_after["gradient_norm"] for record in records]
+    tiny = float(np.finfo(np.float32).tiny)
+    return [math.log10(max(norm[0], tiny) / max(norm[-1], tiny)) for norm in norms]
+
+
+def _test(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
+    return [getattr(record, measure) for record in records]
+
+
+def checks_loss(params: Params, trained: Runs) -> list[Check]:
+    """Sentences A1 and A1r: what the losses do."""
+    section = params.claims.no_residual_collapse
+    criteria, shrunk = dict(section.criteria), section.skips[1]
+    none, full = trained[skip_name(0)], trained[skip_name(1)]
+    guess = [record.context_free_loss for record in none]
+    common = [_most_common_byte_accuracy(record) for record in none]
+    nets = {weight: _test(trained[resnet_name(weight)], "test_accuracy") for weight in (0, shrunk, 1)}
+    return [
+        check(
+            criteria,
+            "never_diverges",
+            deterministic(sum(record.outcome == "diverged" for record in none)),
+            sentence="A1",
+            statement="without skips no run blows up",
+            unit="runs diverged",
+        ),
+        check(
+            criteria,
+            "loss_falls",
+            mean_of([record.train_loss[0] - float(np.mean(_last_half(record.train_loss))) for record in none]),
+            sentence="A1",
+            statement="without skips the loss falls from its start to a plateau",
+            unit="nats per byte",
+        ),
+        check(
+            criteria,
+            "near_context_free",
+            paired_difference(_test(none), guess),
+            sentence="A1",
+            statement="the plateau is the best guess that ignores the context",
+            unit="nats above unigram entropy",
+        ),
+        check(
+            criteria,
+            "above_guessing",
+            paired_difference(_test(none, "test_accuracy"), common),
+            sentence="A1",
+            statement="it stays slightly better than guessing the commonest byte",
+            unit="accuracy gained",
+        ),
+        check(
+            criteria,
+            "loss_gap",
+            paired_difference(_test(none), _test(full)),
+            sentence="A1",
+            statement="removing the skips costs test loss, each arm at its best learning rate",
+            unit="nats per byte",
+        ),
+        check(
+            criteria,
+            "resnet_removed",
+            paired_difference(nets[1], nets[0]),
+            sentence="A1r",
+            statement="in a ResNet of moderate depth removing the skips costs little accuracy",
+            unit="accuracy lost",
+        ),
+        check(
+            criteria,
+            "resnet_shrunk",
+            paired_difference(nets[1], nets[shrunk]),
+            sentence="A1r",
+            statement=f"in a ResNet of moderate depth shrinking the skips to {shrunk:g} costs little accuracy",
+            unit="accuracy lost",
+        ),
+    ]
+
+
+def _most_common_byte_accuracy(record: RunRecord) -> float:
+    """Test accuracy of always guessing the commonest byte of the training text."""
+    task = data.load(record.config.task)
+    assert isinstance(task, data.Text)
+    commonest = int(task.corpus.unigram().argmax())
+    targets = torch.cat([targets.flatten() for _, targets in task.held_out("test")])
+    return float((targets == commonest).float().mean())
+
+
+def checks_stream(params: Params, trained: Runs) -> list[Check]:
+    """Sentences A2.1, A2.2 and A3.1 after training: what has become of the stream."""
+    criteria = dict(params.claims.no_residual_collapse.criteria)
+    none, full = trained[skip_name(0)], trained[skip_name(1)]
+    last = max(1, params.claims.no_residual_collapse.depth // 4)
+    alike = [float(np.mean(record.profile_after["neighbour_cosine"][-last:])) for record in none]
+    return [
+        check(
+            criteria,
+            "gradient_trained_none",
+            mean_of(_gradient_passed(none)),
+            sentence="A2.1",
+            statement="after training without skips hardly any gradient reaches the embedding",
+            unit="log10 (first / last)",
+        ),
+        check(
+            criteria,
+            "gradient_trained_skip",
+            mean_of(_gradient_passed(full)),
+            sentence="A2.1",
+            statement="after training with skips it does",
+            unit="log10 (first / last)",
+        ),
+        check(
+            criteria,
+            "rank_trained_none",
+            mean_of(_profile(none, "effective_rank")),
+            sentence="A2.2",
+            statement="after training without skips the last block's tokens are of rank one",
+            unit="effective rank",
+        ),
+        check(
+            criteria,
+            "rank_trained_skip",
+            mean_of(_profile(full, "effective_rank")),
+            sentence="A2.2",
+            statement="after training with skips their rank stays high",
+            unit="effective rank",
+        ),
+        check(
+            criteria,
+            "tokens_alike",
+            mean_of(_profile(none, "token_cosine")),
+            sentence="A3.1",
+            statement="after training without skips all tokens point one way",
+            unit="token cosine",
+        ),
+        check(
+            criteria,
+            "layers_alike",
+            mean_of(alike),
+            sentence="A3.1",
+            statement=f"the outputs of the last {last} blocks are nearly identical to each other",
+            unit="cosine of neighbours",
+        ),
+    ]
+
+
+def checks_oscillation(params: Params, trained: Runs) -> list[Check]:
+    """Sentence A3.2: is the plateau an oscillation, and do the layers cause it?"""
+    criteria = dict(params.claims.no_residual_collapse.criteria)
+    none, full = trained[skip_name(0)], trained[skip_name(1)]
+    plateaus = [_last_half(record.train_loss) for record in none]
+    guesses = [_last_half(_guess_losses(record)) for record in none]
+    calm = [_last_half(record.train_loss) for record in full]
+    ratios = [
+        float(np.std(detrended(ours)) / np.std(detrended(theirs))) for ours, theirs in zip(plateaus, calm, strict=True)
+    ]
+    shift = [
+        float(np.mean(a.profile_after["mean_shift"]) / np.mean(b.profile_after["mean_shift"]))
+        for a, b in zip(none, full, strict=True)
+    ]
+    return [
+        check(
+            criteria,
+            "periodic",
+            paired_difference([fisher_g(p) for p in plateaus], [fisher_g(g) for g in guesses]),
+            sentence="A3.2",
+            statement="the plateau oscillates regularly: one frequency stands out more than in the batches' own noise",
+            unit="share of power at one frequency",
+        ),
+        check(
+            criteria,
+            "not_batch_noise",
+            mean_of([unexplained_share(p, g) for p, g in zip(plateaus, guesses, strict=True)]),
+            sentence="A3.2",
+            statement="the plateau's ups and downs come from the layers, not from which batch is seen",
+            unit="variance not explained by the batch",
+        ),
+        check(
+            criteria,
+            "less_calm",
+            mean_of(ratios),
+            sentence="A3.2",
+            statement="with skips training is calmer: its loss varies less about its trend",
+            unit="std without / with skips",
+        ),
+        check(
+            criteria,
+            "shifted",
+            mean_of(shift),
+            sentence="A3.2",
+            statement="without skips each layer's output distribution is shifted further against its input",
+            unit="shift without / with skips",
+        ),
+    ]
+
+
+# --- what the record adds -------------------------------------------------------------------------
+
+
+def arms_summary(chosen: pd.DataFrame, trained: Runs) -> dict[str, object]:
+    """Per arm: the rate and whether it lies at the edge of its grid, outcomes and test losses by seed."""
+    summary: dict[str, object] = {}
+    for name, records in trained.items():
+        grid = chosen[chosen["arm"] == name]
+        rate = float(grid.loc[grid["chosen"], "rate"].item())
+        summary[name] = {
+            "learning_rate": rate,
+            "at_edge_of_grid": rate in (grid["rate"].min(), grid["rate"].max()),
+            "parameters": records[0].parameters,
+            "outcomes": [record.outcome for record in records],
+            "test_loss": [round(r.test_loss, 6) if r.test_loss is not None else None for r in records],
+            "test_accuracy": [round(r.test_accuracy, 6) if r.test_accuracy is not None else None for r in records],
+        }
+    return summary
+
+
+def published(checks: Sequence[Check]) -> list[Published]:
+    ours = {c.name: str(c.estimate) for c in checks}
+    return [
+        Published(
+            what="exponent of rank collapse per attention layer",
+            published="3",
+            ours=ours["collapse_exponent"],
+            source="Dong et al. 2021, arXiv 2103.03404, theorem 2.2",
+        ),
+        Published(
+            what="second eigenvalue of causal averaging",
+            published="1/2",
+            ours=ours["causal_halving"],
+            source="eigenvalues 1/i of the triangular averaging matrix",
+        ),
+        Published(
+            what="accuracy lost by a ResNet whose skips are removed",
+            published="error over 20 % at 110 layers (original 6.6 %)",
+            ours=ours["resnet_removed"],
+            source="He et al. 2016, arXiv 1603.05027, table 1",
+        ),
+    ]
+
+
+# --- figure ---------------------------------------------------------------------------------------
+
+
+def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
+    """The claim in six panels."""
+    with plotting.figure(2, 3) as (drawn, axes):
+        _draw_losses(axes[0], params, trained)
+        _draw_test_losses(axes[1], params, trained)
+        _draw_plateau(axes[2], trained)
+        _draw_initial_cosine(axes[3], profiles)
+        _draw_by_block(axes[4], trained, "token_cosine", "Tokens become alike", "token cosine")
+        _draw_by_block(axes[5], trained, "gradient_norm", "Gradients do not pass", "gradient norm of the stream")
+        axes[5].set_yscale("log")
+        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
+        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+    return drawn
+
+
+def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
+    for weight in params.claims.no_residual_collapse.skips:
+        series = [plotting.moving_average(record.train_loss, 20) for record in trained[skip_name(weight)]]
+        plotting.seed_lines(axes, skip_name(weight), series)
+    entropy = trained[skip_name(0)][0].context_free_loss
+    axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
+    axes.set(title="Training loss", xlabel="step", ylabel="nats per byte (mean of 20 steps)")
+    axes.set_ylim(top=entropy + 0.8)
+    axes.legend()
+
+
+def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
+    skips = params.claims.no_residual_collapse.skips
+    for at, weight in enumerate(skips):
+        losses = _test(trained[skip_name(weight)])
+        mean = mean_of(losses)
+        colour = plotting.COLOURS.get(skip_name(weight), plotting.colour(skip_name(weight)))
+        if mean.low is not None and mean.high is not None:
+            axes.plot([at, at], [mean.low, mean.high], color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
+        axes.plot([at] * len(losses), losses, "o", color=colour, markersize=4)
+    entropy = trained[skip_name(0)][0].context_free_loss
+    axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":")
+    axes.set_xticks(range(len(skips)), [f"{weight:g}" for weight in skips])
+    axes.set(title="Held-out loss: seeds and 95 % interval", xlabel="weight of the skip", ylabel="nats per byte (test)")
+
+
+def _draw_plateau(axes: Axes, trained: Runs) -> None:
+    record = trained[skip_name(0)][0]
+    plateau, guess = _last_half(record.train_loss), _last_half(_guess_losses(record))
+    steps = range(len(record.train_loss) - len(plateau), len(record.train_loss))
+    axes.plot(steps, guess, color=plotting.COLOURS["control"], linewidth=3, alpha=0.4, label="best context-free guess")
+    axes.plot(steps, plateau, color=plotting.COLOURS["skip 0"], linewidth=0.8, label="skip 0, same batches")
+    axes.set(title="The plateau, and what its batches alone do", xlabel="step", ylabel="nats per byte")
+    axes.legend()
+
+
+def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
+    for arm in INITIAL_ARMS:
+        chosen = profiles[profiles["arm"] == arm]
+        axes.plot(chosen["depth"], chosen["token_cosine"], ".", color=plotting.COLOURS[arm], alpha=0.4)
+        mean = chosen.groupby("depth")["token_cosine"].mean()
+        axes.plot(mean.index, mean.to_numpy(), color=plotting.COLOURS[arm], label=arm)
+    depths = sorted(profiles["depth"].unique())
+    axes.set_xticks(depths, [str(depth) for depth in depths])
+    axes.set(title="Untrained: token cosine after the last block", xlabel="depth (blocks)", ylabel="token cosine")
+    axes.legend()
+
+
+def _draw_by_block(axes: Axes, trained: Runs, measure: str, title: str, label: str) -> None:
+    for name in (skip_name(0), skip_name(1)):
+        plotting.seed_lines(axes, name, [record.profile_after[measure] for record in trained[name]])
+        before = [record.profile_before[measure] for record in trained[name]]
+        plotting.seed_lines(axes, name, before, style="--", label=False)
+    axes.plot([], [], color="black", label="trained")
+    axes.plot([], [], color="black", linestyle="--", label="untrained")
+    axes.set(title=title, xlabel="after block (0: embedding)", ylabel=label)
+    axes.legend()

@@ -1,0 +1,1 @@
+"""Models. None of them knows which residual connection it runs with."""

@@ -1,0 +1,78 @@
+"""Small pre-activation ResNet (He et al. 2016, arXiv 1603.05027) for 8 x 8 images.
+
+Letters: B batch, c channels, L residual blocks (two convolutions each).
+"""
+
+from typing import Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from reslab.residuals import ConnectionConfig, Residual, connect
+from reslab.schema import Settings
+
+__all__ = ["ResNet", "ResNetConfig"]
+
+
+class ResNetConfig(Settings):
+    kind: Literal["resnet"] = "resnet"
+    channels: int = Field(ge=1)
+    depth: int = Field(ge=1)
+    """L, the number of residual blocks; the net has 2L + 1 convolutions."""
+    classes: int = Field(ge=2)
+    connection: ConnectionConfig = ConnectionConfig()
+
+
+def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
+    return nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
+
+
+class _Branch(nn.Sequential):
+    """Norm, ReLU, convolution, twice: [B, c, 8, 8] -> [B, c, 8, 8]."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__(
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            _convolution(channels, channels),
+            nn.BatchNorm2d(channels),
+            nn.ReLU(),
+            _convolution(channels, channels),
+        )
+
+
+class ResNet(nn.Module):
+    """Images [B, 1, 8, 8] -> logits [B, classes]."""
+
+    def __init__(self, config: ResNetConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.stem = _convolution(1, config.channels)
+        self.blocks = nn.ModuleList(
+            Residual(_Branch(config.channels), connect(config.connection), nn.Identity, "none")
+            for _ in range(config.depth)
+        )
+        self.norm = nn.BatchNorm2d(config.channels)
+        self.head = nn.Linear(config.channels, config.classes)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """He-normal convolutions (He et al. 2015, arXiv 1502.01852); PyTorch's defaults elsewhere."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+            elif module is not self and hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+
+    def compile_blocks(self) -> None:
+        """Compile the block, not the model: all L blocks share one compilation."""
+        for block in self.blocks:
+            block.compile()
+
+    def forward(self, images: Tensor) -> Tensor:
+        stream = self.stem(images)
+        for block in self.blocks:
+            stream = block(stream)
+        pooled = self.norm(stream).relu().mean((2, 3))
+        logits: Tensor = self.head(pooled)
+        return logits

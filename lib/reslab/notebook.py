@@ -1,0 +1,67 @@
+"""Notebook files: the clean form that the pipeline depends on, and the parameters cell."""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import nbformat
+
+from reslab.schema import UserError, did_you_mean
+
+__all__ = ["check_parameters", "clean", "normalise_executed", "read"]
+
+KERNELSPEC = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+
+
+def read(path: Path) -> Any:
+    """The notebook at `path`, as nbformat 4; a UserError when there is none or it is no notebook."""
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the notebook ({error.strerror})") from None
+    except (ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{path}: not a notebook ({' '.join(str(error).split())[:120]})") from None
+    for index, cell in enumerate(notebook.cells):
+        cell.setdefault("id", f"cell-{index}")
+    return notebook
+
+
+def clean(notebook: Any) -> bytes:
+    """The notebook as its author wrote it: sources and tags; no outputs, counts, timings, nor the kernel of the last user.
+
+    Saving in JupyterLab changes only what is left out here, so that the heavy stage does not run again.
+    """
+    for cell in notebook.cells:
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": {"name": "python"}})
+    notebook.nbformat, notebook.nbformat_minor = 4, 5
+    return (nbformat.writes(notebook).rstrip("\n") + "\n").encode()
+
+
+def check_parameters(notebook: Any, path: Path, injected: dict[str, Any]) -> None:
+    """A UserError unless one cell is tagged `parameters` and assigns every name in `injected`."""
+    tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    if len(tagged) != 1:
+        raise UserError(
+            f"{path}: {len(tagged)} cells are tagged 'parameters', and there must be one; "
+            "tag it in JupyterLab under Property Inspector, Cell Tags"
+        )
+    statements = ast.parse(tagged[0].source).body
+    known = {t.id for s in statements if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+    for name in injected:
+        if name not in known:
+            raise UserError(f"{path}: its parameters cell has no '{name}'; {did_you_mean(name, known)}")
+
+
+def normalise_executed(notebook: Any) -> bytes:
+    """An executed notebook without what differs from run to run: timings, random ids, the kernel's name."""
+    for index, cell in enumerate(notebook.cells):
+        tags = cell.metadata.get("tags")
+        cell.metadata = nbformat.from_dict({"tags": tags} if tags else {})
+        if tags and "injected-parameters" in tags:
+            cell.id = f"injected-{index}"
+    notebook.metadata = nbformat.from_dict({"kernelspec": KERNELSPEC, "language_info": {"name": "python"}})
+    return (nbformat.writes(notebook).rstrip("\n") + "\n").encode()

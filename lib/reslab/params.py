@@ -1,0 +1,114 @@
+"""params.yaml: read as YAML 1.2, validated strictly; the presets of conf/scale through DVC's Hydra composition."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from pydantic import Field, field_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from reslab import paths
+from reslab.data import CorpusConfig
+from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
+from reslab.models.decoder import DecoderShape
+from reslab.schema import Settings, UserError, did_you_mean, validate
+from reslab.sweep import Execution
+from reslab.training import Device, Optimisation
+
+__all__ = ["Params", "changes", "load", "preset", "read"]
+
+
+class Claims(Settings):
+    """One section a claim, named like its notebook without the number."""
+
+    no_residual_collapse: NoResidualCollapse
+
+
+class Params(Settings):
+    """All of params.yaml."""
+
+    scale: Literal["smoke", "cpu", "gpu"]
+    """The preset these values come from; verdicts at `smoke` mean nothing and are marked so."""
+    execution: Execution
+    device: Device
+    seeds: tuple[int, ...] = Field(min_length=1)
+    evaluation_windows: int = Field(ge=1)
+    corpus: CorpusConfig
+    decoder: DecoderShape
+    optimisation: Optimisation
+    claims: Claims
+
+    @field_validator("seeds")
+    @classmethod
+    def _seeds_differ(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(seeds)) < len(seeds) or min(seeds) < 0:
+            raise ValueError(f"seeds must be different and not negative, got {list(seeds)}")
+        return seeds
+
+
+def _plain(settings: Any) -> Any:
+    """Settings as the dictionaries and lists that YAML and notebooks hold."""
+    return settings.model_dump(mode="json")
+
+
+def read(path: Path | None = None) -> Params:
+    """params.yaml, checked; a UserError with one line for each fault."""
+    path = path or paths.PARAMS
+    try:
+        content = YAML(typ="safe", pure=True).load(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror})") from None
+    except YAMLError as error:
+        raise UserError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
+    return validate(Params, content, path.name)
+
+
+def _compose(scale: str) -> dict[str, Any]:
+    scales = sorted(path.stem for path in (paths.CONF / "scale").glob("*.yaml"))
+    if scale not in scales:
+        raise UserError(f"unknown scale '{scale}'; {did_you_mean(scale, scales)}")
+    try:
+        with initialize_config_dir(str(paths.CONF), version_base=None):
+            composed = OmegaConf.to_container(compose("config", overrides=[f"scale={scale}"]), resolve=True)
+    except HydraException as error:
+        raise UserError(f"conf: {' '.join(str(error).split())}") from None
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}
+
+
+def preset(scale: str) -> Params:
+    """The parameters of conf/config.yaml with those of conf/scale/<scale>.yaml over them."""
+    return validate(Params, _compose(scale), f"conf, scale {scale}")
+
+
+def load(scale: str, changed: dict[str, Any] | None = None) -> Params:
+    """The preset `scale` with `changed` over it: nested, for instance {"decoder": {"width": 128}}."""
+    content = _merged(_plain(preset(scale)), changed or {})
+    return validate(Params, content, f"scale {scale} with changes")
+
+
+def changes(params: Params) -> dict[str, Any]:
+    """What `load(params.scale, ...)` needs to give `params`: where they differ from their preset."""
+    return _difference(_plain(preset(params.scale)), _plain(params))
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        nested = isinstance(value, dict) and isinstance(base.get(key), dict)
+        merged[key] = _merged(base[key], value) if nested else value
+    return merged
+
+
+def _difference(base: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    difference = {}
+    for key, value in other.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            if inner := _difference(base[key], value):
+                difference[key] = inner
+        elif key not in base or base[key] != value:
+            difference[key] = value
+    return difference

@@ -1,0 +1,64 @@
+"""House style: the same colour for the same method in every figure, and files that are equal byte for byte."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+__all__ = ["COLOURS", "figure", "moving_average", "save", "seed_lines"]
+
+_PALETTE = sns.color_palette("colorblind", 10)
+COLOURS = {
+    "skip 0": _PALETTE[3],
+    "skip 0.1": _PALETTE[1],
+    "skip 0.3": _PALETTE[8],
+    "skip 1": _PALETTE[0],
+    "no skip": _PALETTE[3],
+    "Pre-LN": _PALETTE[0],
+    "Post-LN": _PALETTE[4],
+    "ReZero": _PALETTE[2],
+    "control": (0.4, 0.4, 0.4),
+}
+"""Colour-blind-safe colour of each method."""
+
+
+@contextmanager
+def figure(rows: int, columns: int) -> Iterator[tuple[Figure, np.ndarray]]:
+    """A figure in house style, with its axes as a flat array."""
+    with plt.style.context(str(Path(__file__).parent / "house.mplstyle")):
+        drawn, axes = plt.subplots(rows, columns, figsize=(3.9 * columns, 3.1 * rows), squeeze=False)
+        yield drawn, axes.ravel()
+
+
+def moving_average(series: Sequence[float], window: int) -> np.ndarray:
+    """Mean over the last `window` values, or as many as there are."""
+    values = np.asarray(series, dtype=float)
+    sums = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(0, ends - window)
+    averaged: np.ndarray = (sums[ends] - sums[begins]) / (ends - begins)
+    return averaged
+
+
+def colour(name: str) -> tuple[float, ...]:
+    """The method's colour; a method without one of its own gets one by its name."""
+    return COLOURS.get(name, _PALETTE[sum(map(ord, name)) % len(_PALETTE)])
+
+
+def seed_lines(axes: Axes, name: str, series: Sequence[Sequence[float]], *, style: str = "-", label: bool = True) -> None:
+    """One thin line a seed and the mean over seeds as a thick one."""
+    for values in series:
+        axes.plot(values, color=colour(name), linewidth=0.6, alpha=0.5, linestyle=style)
+    shortest = min(map(len, series))
+    mean = np.mean([values[:shortest] for values in series], axis=0)
+    axes.plot(mean, color=colour(name), linestyle=style, label=name if label else None)
+
+
+def save(drawn: Figure, path: Path) -> None:
+    """Write a PNG that depends on nothing but what is drawn."""
+    drawn.savefig(path, metadata={"Software": None})

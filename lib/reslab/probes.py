@@ -1,0 +1,90 @@
+"""Measurements on the residual stream of a model. Letters: B batch, T tokens, d width, L blocks."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+__all__ = ["effective_rank", "mean_shift", "neighbour_cosine", "stream_profile", "streams", "token_cosine"]
+
+
+def token_cosine(x: Tensor) -> float:
+    """Mean cosine between two different tokens of a sequence, of x [B, T, d]; 1 when all point one way."""
+    units = F.normalize(x, dim=-1)
+    tokens = x.shape[-2]
+    pairs = units.sum(-2).square().sum(-1) - units.square().sum((-2, -1))
+    return float((pairs / (tokens * (tokens - 1))).mean())
+
+
+def effective_rank(x: Tensor) -> float:
+    """exp(entropy) of the normalised singular values of each sequence x [B, T, d], averaged over B.
+
+    Between 1 (all tokens on one line) and min(T, d). Roy & Vetterli 2007, "The effective rank".
+    """
+    values = torch.linalg.svdvals(x)
+    shares = values / values.sum(-1, keepdim=True)
+    return float(torch.special.entr(shares).sum(-1).exp().mean())
+
+
+def neighbour_cosine(x: Tensor, y: Tensor) -> float:
+    """Mean cosine between the same token in two layers' outputs x and y, both [B, T, d]."""
+    return float(F.cosine_similarity(x, y, dim=-1).mean())
+
+
+def mean_shift(x: Tensor, y: Tensor) -> float:
+    """How far a layer moves the centre of its token distribution: |mean(y) - mean(x)| / rms(x), x and y [B, T, d]."""
+    moved = y.mean((0, 1)) - x.mean((0, 1))
+    return float(moved.norm() / x.square().sum(-1).mean().sqrt())
+
+
+@contextmanager
+def streams(model: nn.Module, blocks: nn.ModuleList) -> Iterator[list[Tensor]]:
+    """Collects the stream before the first and after each of `blocks` during a forward pass: L + 1 tensors.
+
+    The hooks are gone when the context ends, also after an exception.
+    """
+    seen: list[Tensor] = []
+
+    def keep(x: Tensor) -> None:
+        if x.requires_grad:
+            x.retain_grad()
+        seen.append(x)
+
+    handles = [blocks[0].register_forward_pre_hook(lambda module, inputs: keep(inputs[0]))]
+    handles += [block.register_forward_hook(lambda module, inputs, output: keep(output)) for block in blocks]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+Profile = dict[str, list[float]]
+
+
+def stream_profile(model: nn.Module, blocks: nn.ModuleList, inputs: Tensor, targets: Tensor) -> Profile:
+    """One list a measure, from the embedding (first) to the last block's output, L + 1 values.
+
+    `gradient_norm` is the Frobenius norm of the mean loss's gradient by the stream at that place;
+    `neighbour_cosine` and `mean_shift` compare with the place before and have L values.
+    Measures over tokens treat the last axis as width and need a stream [B, T, d].
+    Leaves the model's gradients and mode as they were.
+    """
+    was_training = model.training
+    model.eval()
+    with streams(model, blocks) as seen:
+        logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        gradients = torch.autograd.grad(loss, seen)
+    model.train(was_training)
+    places = [place.detach().float() for place in seen]
+    pairs = list(zip(places[:-1], places[1:], strict=True))
+    profile = {"gradient_norm": [float(g.float().norm()) for g in gradients]}
+    if places[0].ndim == 3:
+        profile["token_cosine"] = [token_cosine(x) for x in places]
+        profile["effective_rank"] = [effective_rank(x) for x in places]
+        profile["neighbour_cosine"] = [neighbour_cosine(x, y) for x, y in pairs]
+        profile["mean_shift"] = [mean_shift(x, y) for x, y in pairs]
+    return profile

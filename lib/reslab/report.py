@@ -1,0 +1,122 @@
+"""The scoreboard: every claim's verdict, its key number and its figure, made from the records in figures/."""
+
+import io
+from pathlib import Path
+
+import pandas as pd
+
+from reslab import claims, paths
+from reslab.claims import Check, Record
+from reslab.files import write_atomic
+from reslab.schema import UserError
+
+__all__ = ["scoreboard", "sentences", "write"]
+
+
+def sentences() -> dict[str, str]:
+    """The sentences of docs/claims.md by id."""
+    lines = (paths.ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return {row[0]: row[1] for row in cells[2:]}
+
+
+def records() -> list[Record]:
+    """The records in figures/, in the order of the notebooks; a UserError when there are none."""
+    found = [paths.FIGURES / f"{path.stem}.json" for path in sorted(paths.NOTEBOOKS.glob("[0-9]*.ipynb"))]
+    found = [path for path in found if path.exists()]
+    if not found:
+        raise UserError(f"{paths.FIGURES}: no claim has been run yet; run `make repro` or `dvc repro`")
+    return [claims.read(path) for path in found]
+
+
+def _key(record: Record) -> Check:
+    return next(check for check in record.checks if check.name == record.key)
+
+
+def _shown_verdict(record: Record) -> str:
+    return record.verdict + (" (smoke: not meaningful)" if record.scale == "smoke" else "")
+
+
+def _markdown(found: list[Record]) -> str:
+    lines = [
+        "# Scoreboard",
+        "",
+        "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that stood in",
+        "`params.yaml` before the run; n is the number of seeds.",
+        "",
+        "| claim | verdict | key number | figure |",
+        "|---|---|---|---|",
+    ]
+    for record in found:
+        key = _key(record)
+        lines.append(
+            f"| {record.title} | **{_shown_verdict(record)}** | {key.statement}: {key.estimate} {key.unit} "
+            f"| [{record.claim}.png]({record.claim}.png) |"
+        )
+    for record in found:
+        lines += ["", f"## {record.claim}", "", record.statement, "", f"**{_shown_verdict(record)}**: {record.because}."]
+        lines += ["", f"![{record.title}]({record.claim}.png)", ""]
+        lines += ["| sentence | check | estimate [95 % interval] | unit | holds if | outcome |", "|---|---|---|---|---|---|"]
+        for check in record.checks:
+            sentence = check.sentence if check.role != "control" else f"{check.sentence} (control)"
+            lines.append(
+                f"| {sentence} | {check.statement} | {check.estimate} | {check.unit} | {check.criterion} "
+                f"| {check.outcome} |"
+            )
+        lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
+        lines += [f"| {p.what} | {p.published} | {p.ours} | {p.source} |" for p in record.published]
+    tested = sorted({check.sentence for record in found for check in record.checks})
+    texts = sentences()
+    lines += ["", "## The sentences tested", "", "| id | sentence | outcomes of its checks |", "|---|---|---|"]
+    for sentence in tested:
+        outcomes = [c.outcome for r in found for c in r.checks if c.sentence == sentence and c.role != "control"]
+        counted = ", ".join(f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes)
+        lines.append(f"| {sentence} | {texts[sentence]} | {counted} |")
+    return "\n".join(lines) + "\n"
+
+
+def _csv(found: list[Record]) -> str:
+    rows = [
+        {
+            "claim": record.claim,
+            "scale": record.scale,
+            "verdict": record.verdict,
+            "sentence": check.sentence,
+            "check": check.name,
+            "role": check.role,
+            "estimate": check.estimate.value,
+            "low": check.estimate.low,
+            "high": check.estimate.high,
+            "n": check.estimate.n,
+            "unit": check.unit,
+            "above": check.criterion.above,
+            "below": check.criterion.below,
+            "outcome": check.outcome,
+        }
+        for record in found
+        for check in record.checks
+    ]
+    buffer = io.StringIO()
+    pd.DataFrame(rows).to_csv(buffer, index=False, lineterminator="\n")
+    return buffer.getvalue()
+
+
+def write(folder: Path | None = None) -> None:
+    """Write README.md and claims.csv into figures/."""
+    folder, found = folder or paths.FIGURES, records()
+    write_atomic(folder / "README.md", _markdown(found).encode())
+    write_atomic(folder / "claims.csv", _csv(found).encode())
+
+
+def scoreboard() -> str:
+    """The scoreboard for a terminal."""
+    found = records()
+    width = max(len(record.claim) for record in found)
+    lines = []
+    for record in found:
+        key = _key(record)
+        lines.append(f"{record.claim:{width}}  {_shown_verdict(record)}")
+        lines.append(f"{'':{width}}  {key.statement}: {key.estimate} {key.unit}")
+        lines.append(f"{'':{width}}  {record.because}")
+    lines.append(f"figures and every check: {paths.FIGURES / 'README.md'}")
+    return "\n".join(lines)

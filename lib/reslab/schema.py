@@ -1,0 +1,81 @@
+"""Strict settings: every model of a settings file derives from `Settings`; bad input becomes one clear line."""
+
+import difflib
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+__all__ = ["Settings", "UserError", "did_you_mean", "validate"]
+
+
+class UserError(Exception):
+    """The user's input is wrong. The message says what, where and what to do; the exit code is 2."""
+
+
+class Settings(BaseModel):
+    """Frozen settings: exact types (1 is not "1", 0.5 is no integer), unknown keys refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The hint that names the nearest valid name, or lists the valid ones."""
+    known = sorted(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean '{close[0]}'?" if close else f"valid are: {', '.join(known) or 'none'}"
+
+
+def validate(model: type[S], data: Any, where: str) -> S:
+    """`data` as a `model`, or a UserError with one line for each fault, each beginning with `where`."""
+    try:
+        # Settings hold tuples, which are hashable; YAML and JSON know only lists.
+        return model.model_validate(_tuples(data))
+    except ValidationError as error:
+        lines = [f"{where}: {_one_line(model, fault)}" for fault in error.errors()]
+        raise UserError("\n".join(lines)) from None
+
+
+def _tuples(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _tuples(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return tuple(_tuples(value) for value in data)
+    return data
+
+
+def _one_line(model: type[BaseModel], fault: Any) -> str:
+    path = list(fault["loc"])
+    name = ".".join(str(part) for part in path) or "top level"
+    if fault["type"] == "extra_forbidden":
+        return f"{name}: unknown parameter; {did_you_mean(str(path[-1]), _fields_at(model, path[:-1]))}"
+    if fault["type"] == "missing":
+        return f"{name}: missing; add it (see params.yaml or conf/ for an example)"
+    message = fault["msg"].removeprefix("Value error, ")
+    got = "" if fault["type"] == "value_error" else f", got {fault['input']!r}"
+    return f"{name}: {message[:1].lower()}{message[1:]}{got}"
+
+
+def _fields_at(model: type[BaseModel], path: list[Any]) -> Iterable[str]:
+    """The field names of the settings found at `path` below `model`."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(str(part))
+        found = _settings_in(field.annotation) if field else None
+        if found is None:
+            return []
+        model = found
+    return model.model_fields
+
+
+def _settings_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in getattr(annotation, "__args__", ()):
+        if (found := _settings_in(inner)) is not None:
+            return found
+    return None

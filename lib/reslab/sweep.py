@@ -1,0 +1,241 @@
+"""Many runs: side by side, each kept on disk, so that claims share them and a killed sweep resumes."""
+
+import ast
+import contextlib
+import hashlib
+import importlib.util
+import json
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import joblib
+import numpy
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+
+from reslab import lifeline, paths
+from reslab.files import write_atomic
+from reslab.progress import Progress
+from reslab.schema import Settings, UserError
+from reslab.training import SCHEMA, RunConfig, RunRecord, train
+
+__all__ = ["Execution", "load", "run_all", "run_name", "training_code"]
+
+
+class Execution(Settings):
+    """How runs are spread over a machine or a cluster. Changes no number, so it is no part of a run's name."""
+
+    workers: int = Field(ge=1)
+    """Runs side by side, each with `device.threads` threads."""
+    scheduler: Literal["local"] | str = Field(default="local", pattern=r"^(local|(tcp|tls|ucx)://.+:\d+)$")
+    """`local`, or the address of a Dask scheduler such as tcp://host:8786."""
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "reslab":
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _without_docstrings(tree: ast.Module) -> str:
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            is_text = [isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant) for n in body]
+            node.body = [n for n, text in zip(body, is_text, strict=True) if not text]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+@cache
+def training_code() -> str:
+    """SHA-256 of all code of this package that `reslab.training` imports, and of the versions it runs on.
+
+    Comments, docstrings and layout do not count.
+    """
+    sources: dict[str, str] = {}
+    waiting = ["reslab.training"]
+    while waiting:
+        name = waiting.pop()
+        spec = importlib.util.find_spec(name) if _is_module(name) else None
+        if name in sources or spec is None or spec.origin is None:
+            continue
+        tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+        waiting += _imports(tree)
+        sources[name] = _without_docstrings(tree)
+    versions = [torch.__version__, numpy.__version__]
+    return hashlib.sha256(json.dumps([sorted(sources.items()), versions]).encode()).hexdigest()
+
+
+def _is_module(name: str) -> bool:
+    path = Path(__file__).parent.joinpath(*name.split(".")[1:])
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
+
+
+def run_name(config: RunConfig) -> str:
+    """The name of a run: the same for the same config, training code, and versions of torch and numpy."""
+    return hashlib.sha256(f"{training_code()}{config.model_dump_json()}".encode()).hexdigest()[:20]
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+def _path(config: RunConfig) -> Path:
+    return paths.RUNS / f"{run_name(config)}.json"
+
+
+def _encode(payload: str) -> bytes:
+    digest = hashlib.sha256(payload.encode()).hexdigest()
+    return f'{{"sha256": "{digest}", "record": {payload}}}\n'.encode()
+
+
+_RECORD = TypeAdapter(RunRecord)
+
+
+def load(config: RunConfig) -> RunRecord | None:
+    """The run's record, or None when there is none. A damaged record warns and counts as none."""
+    path = _path(config)
+    try:
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    payload = raw[len(_encode("")) - 2 : -2].decode(errors="replace")
+    try:
+        record = _RECORD.validate_json(payload)
+        sound = _encode(payload) == raw and record.config == config and record.schema_version == SCHEMA
+    except ValidationError:
+        sound = False
+    if not sound:
+        warnings.warn(f"{path}: the run's record is damaged or out of date; training it again", stacklevel=2)
+        return None
+    return record
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+class _Reporter:
+    """Leaves a run's step and loss in a file, once a second, for the display of the process that sweeps."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.last = path, 0.0
+
+    def __call__(self, step: int, loss: float) -> None:
+        if time.monotonic() - self.last > 1:
+            self.last = time.monotonic()
+            with contextlib.suppress(OSError):  # a remote worker need not share this folder
+                self.path.write_text(f"{step + 1} {loss:.3f}")
+
+
+def _work(config: RunConfig, report: Path, own_process: bool) -> tuple[RunConfig, str]:
+    if own_process:
+        lifeline.die_with_parent()
+    record = train(config, _Reporter(report))
+    with contextlib.suppress(OSError):
+        report.unlink(missing_ok=True)
+    return config, record.model_dump_json()
+
+
+def _cost(config: RunConfig) -> float:
+    """Relative time of a run, for the order of the runs and the time left."""
+    width = getattr(config.model, "width", None) or getattr(config.model, "channels", 1)
+    return float(config.optimisation.steps * config.optimisation.batch * config.model.depth * width)
+
+
+@contextlib.contextmanager
+def _backend(execution: Execution) -> Iterator[None]:
+    if execution.scheduler == "local":
+        with joblib.parallel_config(backend="loky", inner_max_num_threads=1):
+            yield
+        return
+    from distributed import Client
+
+    try:
+        client = Client(execution.scheduler, timeout=20)
+    except (OSError, TimeoutError) as error:
+        raise UserError(
+            f"execution.scheduler: no Dask scheduler answers at {execution.scheduler} ({type(error).__name__}); "
+            "start one, or set it to local"
+        ) from None
+    with client, joblib.parallel_config(backend="dask", wait_for_workers_timeout=60):
+        yield
+
+
+def _train_all(configs: list[RunConfig], execution: Execution, reports: Path) -> Iterator[tuple[RunConfig, str]]:
+    own_process = execution.scheduler == "local" and execution.workers > 1
+    jobs = (joblib.delayed(_work)(config, reports / run_name(config), own_process) for config in configs)
+    with _backend(execution):
+        parallel = joblib.Parallel(
+            n_jobs=execution.workers, return_as="generator_unordered", batch_size=1, pre_dispatch="all"
+        )
+        yield from parallel(jobs)
+
+
+class _Watch:
+    """Updates a sweep's display once a second from what its workers report."""
+
+    def __init__(self, label: str, configs: list[RunConfig], reports: Path) -> None:
+        self.costs = {run_name(config): (_cost(config), config.optimisation.steps) for config in configs}
+        self.reports, self.finished = reports, 0.0
+        self.left = len(configs)
+        self.total = len(configs)
+        self.progress = Progress(label, sum(cost for cost, _ in self.costs.values()))
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._poll, daemon=True)
+
+    def _poll(self) -> None:
+        while not self.stop.wait(1):
+            self._show()
+
+    def _show(self) -> None:
+        done, losses = self.finished, []
+        for report in self.reports.iterdir():
+            with contextlib.suppress(OSError, ValueError):
+                step, loss = report.read_text().split()
+                cost, steps = self.costs[report.name]
+                done += cost * int(step) / steps
+                losses.append(loss)
+        now = f", losses now {' '.join(sorted(losses))}" if losses else ""
+        self.progress.update(done, f"{self.total - self.left}/{self.total} runs{now}")
+
+    def one_finished(self, config: RunConfig) -> None:
+        self.finished += self.costs[run_name(config)][0]
+        self.left -= 1
+
+    def __enter__(self) -> "_Watch":
+        self.thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop.set()
+        self.thread.join()
+        self.progress.__exit__()
+
+
+def run_all(configs: Iterable[RunConfig], execution: Execution, label: str) -> list[RunRecord]:
+    """The records of all `configs`, in their order; those not on disk yet are trained and put there.
+
+    A record is written as soon as its run ends, so that nothing finished is lost.
+    """
+    configs = list(configs)
+    records = {config: load(config) for config in dict.fromkeys(configs)}
+    missing = sorted((c for c, record in records.items() if record is None), key=_cost, reverse=True)
+    if missing:
+        for device in {config.device for config in missing}:
+            device.require()
+        paths.require_writable(paths.RUNS)
+        with tempfile.TemporaryDirectory() as reports, _Watch(label, missing, Path(reports)) as watch:
+            for config, payload in _train_all(missing, execution, Path(reports)):
+                write_atomic(_path(config), _encode(payload))
+                records[config] = _RECORD.validate_json(payload)
+                watch.one_finished(config)
+    return [record for config in configs if (record := records[config]) is not None]

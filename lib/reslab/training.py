@@ -1,0 +1,236 @@
+"""One run: a frozen config goes in, a record comes out; deterministic on the CPU."""
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from reslab import data
+from reslab.models.decoder import Decoder, DecoderConfig
+from reslab.models.resnet import ResNet, ResNetConfig
+from reslab.probes import Profile, stream_profile
+from reslab.schema import Settings, UserError
+
+__all__ = ["Device", "Optimisation", "Outcome", "RunConfig", "RunRecord", "build", "schedule", "train"]
+
+Outcome = Literal["trained", "stalled", "diverged"]
+"""`stalled`: ends within STALL_MARGIN of the best context-free guess; `diverged`: the loss is not finite."""
+
+STALL_MARGIN = 0.05
+"""Nats below the context-free loss that a run must reach to count as trained."""
+
+SCHEMA = 1
+"""Version of `RunRecord`; a record of another version is made again."""
+
+
+class Device(Settings):
+    """Where and in which precision a run computes. These change its numbers, so they name the run."""
+
+    kind: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Autocast dtype; weights and optimiser state stay float32."""
+    compile: bool = False
+    """`torch.compile` each block; all blocks share one compilation."""
+    threads: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _low_precision_needs_cuda(self) -> "Device":
+        if self.kind == "cpu" and self.precision != "float32":
+            raise ValueError(f"precision {self.precision} needs kind: cuda; on the CPU use float32")
+        return self
+
+    def require(self) -> None:
+        """A UserError when this machine has no such device."""
+        if self.kind == "cuda" and not torch.cuda.is_available():
+            raise UserError(
+                "device.kind: cuda asked for, but PyTorch finds no CUDA device; set device.kind to cpu, "
+                "or install a CUDA build of torch on a machine with a GPU"
+            )
+
+
+class Optimisation(Settings):
+    """AdamW (Loshchilov & Hutter 2019) with linear warm-up, cosine decay and gradient clipping."""
+
+    batch: int = Field(ge=1)
+    steps: int = Field(ge=1)
+    warmup: float = Field(ge=0, lt=1)
+    """Fraction of the steps over which the rate rises linearly from 0."""
+    final_rate: float = Field(ge=0, le=1)
+    """Fraction of the peak rate that the cosine ends at."""
+    weight_decay: float = Field(ge=0)
+    """On the weights of linear and convolution layers only."""
+    beta1: float = Field(ge=0, lt=1)
+    beta2: float = Field(ge=0, lt=1)
+    clip: float = Field(gt=0)
+    """Largest norm of the whole gradient."""
+
+
+class RunConfig(Settings):
+    """All that a run's numbers depend on, but for the code."""
+
+    task: data.TextConfig | data.DigitsConfig = Field(discriminator="kind")
+    model: DecoderConfig | ResNetConfig = Field(discriminator="kind")
+    optimisation: Optimisation
+    learning_rate: float = Field(gt=0)
+    seed: int = Field(ge=0)
+    device: Device
+
+
+class RunRecord(Settings):
+    """What a run leaves behind. Losses in nats; `None` where a run diverged before it could be measured."""
+
+    schema_version: int = SCHEMA
+    config: RunConfig
+    outcome: Outcome
+    parameters: int
+    train_loss: tuple[float, ...]
+    """Loss of each step's batch, before that step's update."""
+    gradient_norm: tuple[float, ...]
+    """Norm of the whole gradient at each step, before clipping."""
+    context_free_loss: float
+    validation_loss: float | None
+    test_loss: float | None
+    test_accuracy: float | None
+    profile_before: dict[str, tuple[float, ...]]
+    profile_after: dict[str, tuple[float, ...]]
+
+
+def build(config: DecoderConfig | ResNetConfig, seed: int) -> Decoder | ResNet:
+    """The model at its initial weights, which depend on `config` and `seed` alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Decoder(config) if isinstance(config, DecoderConfig) else ResNet(config)
+
+
+def schedule(config: Optimisation, step: int) -> float:
+    """Fraction of the peak learning rate at `step` (from 0): linear warm-up, then cosine to `final_rate`."""
+    warmup = config.warmup * config.steps
+    if step < warmup:
+        return (step + 1) / math.ceil(warmup)
+    progress = (step - warmup) / max(1.0, config.steps - warmup)
+    return config.final_rate + (1 - config.final_rate) * (1 + math.cos(math.pi * progress)) / 2
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Weight decay for linear and convolution weights; none for embeddings, norms and connections."""
+    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    decayed -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    parameters = list(model.parameters())
+    return [
+        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
+    ]
+
+
+def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats of logits [..., classes] against targets [...]."""
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def train(config: RunConfig, report: Callable[[int, float], None] = lambda step, loss: None) -> RunRecord:
+    """Run `config` to its end. `report` gets each step's number and loss."""
+    config.device.require()
+    torch.set_num_threads(config.device.threads)
+    task = data.load(config.task)
+    model = build(config.model, config.seed).to(config.device.kind)
+    run = _Run(config, task, model)
+    before = _tuples(run.profile())
+    losses, norms = [], []
+    for step, (loss, norm) in enumerate(run.steps()):
+        if not math.isfinite(loss):
+            break
+        losses.append(loss)
+        norms.append(norm if math.isfinite(norm) else -1.0)
+        report(step, loss)
+    finished = len(losses) == config.optimisation.steps
+    validation = run.evaluate("validation") if finished else None
+    test = run.evaluate("test") if finished else None
+    return RunRecord(
+        config=config,
+        outcome=_outcome(validation, task.context_free_loss),
+        parameters=sum(p.numel() for p in model.parameters()),
+        train_loss=tuple(losses),
+        gradient_norm=tuple(norms),
+        context_free_loss=task.context_free_loss,
+        validation_loss=validation and validation[0],
+        test_loss=test and test[0],
+        test_accuracy=test and test[1],
+        profile_before=before,
+        profile_after=_tuples(run.profile()) if validation else {},
+    )
+
+
+def _tuples(profile: Profile) -> dict[str, tuple[float, ...]]:
+    return {measure: tuple(values) for measure, values in profile.items()}
+
+
+def _outcome(validation: tuple[float, float] | None, context_free_loss: float) -> Outcome:
+    if validation is None:
+        return "diverged"
+    return "trained" if validation[0] < context_free_loss - STALL_MARGIN else "stalled"
+
+
+class _Run:
+    """The moving parts of one run."""
+
+    def __init__(self, config: RunConfig, task: data.Task, model: Decoder | ResNet) -> None:
+        self.config, self.task, self.model = config, task, model
+        recipe, device = config.optimisation, config.device
+        self.optimiser = torch.optim.AdamW(
+            parameter_groups(model, recipe.weight_decay),
+            lr=config.learning_rate,
+            betas=(recipe.beta1, recipe.beta2),
+            fused=True,
+        )
+        self.scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
+        self.autocast = torch.autocast(
+            device.kind, getattr(torch, device.precision), enabled=device.precision != "float32"
+        )
+        if device.compile:
+            model.compile_blocks()
+
+    def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.config.device.kind), batch[1].to(self.config.device.kind)
+
+    def steps(self) -> Iterator[tuple[float, float]]:
+        """Loss and gradient norm of each step; the update follows."""
+        recipe = self.config.optimisation
+        parameters = list(self.model.parameters())
+        self.model.train()
+        for step in range(recipe.steps):
+            inputs, targets = self._on_device(self.task.batch(self.config.seed, step, recipe.batch))
+            with self.autocast:
+                loss = loss_of(self.model(inputs), targets)
+            self.scaler.scale(loss).backward()
+            self.scaler.unscale_(self.optimiser)
+            norm = nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
+            yield float(loss.detach()), float(norm)
+            for group in self.optimiser.param_groups:
+                group["lr"] = self.config.learning_rate * schedule(recipe, step)
+            self.scaler.step(self.optimiser)
+            self.scaler.update()
+            self.optimiser.zero_grad()
+
+    @torch.no_grad()
+    def evaluate(self, split: data.Split) -> tuple[float, float] | None:
+        """Mean loss in nats and accuracy over a held-out split, or None when the loss is not finite."""
+        self.model.eval()
+        loss, right, count = 0.0, 0, 0
+        for batch in self.task.held_out(split):
+            inputs, targets = self._on_device(batch)
+            with self.autocast:
+                logits = self.model(inputs)
+            loss += float(loss_of(logits.float(), targets)) * targets.numel()
+            right += int((logits.argmax(-1) == targets).sum())
+            count += targets.numel()
+        return (loss / count, right / count) if math.isfinite(loss) else None
+
+    def profile(self) -> Profile:
+        """The stream's profile on the first validation batch of up to 16 examples."""
+        inputs, targets = self._on_device(next(islice(self.task.held_out("validation"), 1)))
+        return stream_profile(self.model, self.model.blocks, inputs[:16], targets[:16])
