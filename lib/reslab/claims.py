@@ -12,7 +12,18 @@ from reslab.files import write_atomic
 from reslab.schema import Settings, UserError, validate
 from reslab.stats import Estimate
 
-__all__ = ["Check", "Criterion", "Outcome", "Published", "Record", "Verdict", "check", "read", "verdict", "write"]
+__all__ = [
+    "Check",
+    "Criterion",
+    "Outcome",
+    "Published",
+    "Record",
+    "Verdict",
+    "check",
+    "read",
+    "verdict",
+    "write",
+]
 
 Outcome = Literal["holds", "fails", "undecided"]
 Verdict = Literal["supported", "partly supported", "refuted", "inconclusive"]

@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def _clean(options: argparse.Namespace) -> int:
-    import_module("reslab.runner").clean(options.notebook)
+    import_module("reslab.notebook").write_clean(options.notebook)
     return 0
 
 

@@ -224,8 +224,15 @@ class Digits:
         images, classes = load_digits(return_X_y=True)
         order = np.random.default_rng(0).permutation(len(classes))
         pixels = (images[order].reshape(-1, 1, 8, 8) / 8 - 1).astype(np.float32)
-        self.images, self.classes = torch.from_numpy(pixels), torch.from_numpy(classes[order].astype(np.int64))
-        self.ranges = {"validation": range(0, 300), "test": range(300, 600), "train": range(600, len(classes))}
+        self.images, self.classes = (
+            torch.from_numpy(pixels),
+            torch.from_numpy(classes[order].astype(np.int64)),
+        )
+        self.ranges = {
+            "validation": range(0, 300),
+            "test": range(300, 600),
+            "train": range(600, len(classes)),
+        }
 
     def batch(self, seed: int, step: int, size: int) -> Batch:
         train = self.ranges["train"]

@@ -6,9 +6,22 @@ from typing import Any
 
 import nbformat
 
+from reslab import paths
+from reslab.files import write_atomic
 from reslab.schema import UserError, did_you_mean
 
-__all__ = ["check_parameters", "clean", "normalise_executed", "read"]
+__all__ = [
+    "CLEAN",
+    "check_parameters",
+    "clean",
+    "names",
+    "normalise_executed",
+    "read",
+    "source",
+    "write_clean",
+]
+
+CLEAN = paths.BUILD / "clean"
 
 KERNELSPEC = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
 
@@ -24,6 +37,25 @@ def read(path: Path) -> Any:
     for index, cell in enumerate(notebook.cells):
         cell.setdefault("id", f"cell-{index}")
     return notebook
+
+
+def names() -> list[str]:
+    """The claims' notebooks, in order: those whose name begins with a digit."""
+    return sorted(path.stem for path in paths.NOTEBOOKS.glob("[0-9]*.ipynb"))
+
+
+def source(name: str) -> Path:
+    """Where notebook `name` is; a UserError when there is none of that name."""
+    if name not in names():
+        raise UserError(f"no notebook '{name}'; {did_you_mean(name, names())}")
+    return paths.NOTEBOOKS / f"{name}.ipynb"
+
+
+def write_clean(name: str) -> Path:
+    """Write the clean form of notebooks/<name>.ipynb to build/clean; returns where."""
+    target = CLEAN / f"{name}.ipynb"
+    write_atomic(target, clean(read(source(name))))
+    return target
 
 
 def clean(notebook: Any) -> bytes:

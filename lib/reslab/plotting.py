@@ -50,7 +50,9 @@ def colour(name: str) -> tuple[float, ...]:
     return COLOURS.get(name, _PALETTE[sum(map(ord, name)) % len(_PALETTE)])
 
 
-def seed_lines(axes: Axes, name: str, series: Sequence[Sequence[float]], *, style: str = "-", label: bool = True) -> None:
+def seed_lines(
+    axes: Axes, name: str, series: Sequence[Sequence[float]], *, style: str = "-", label: bool = True
+) -> None:
     """One thin line a seed and the mean over seeds as a thick one."""
     for values in series:
         axes.plot(values, color=colour(name), linewidth=0.6, alpha=0.5, linestyle=style)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from reslab import claims, paths
+from reslab import claims, notebook, paths
 from reslab.claims import Check, Record
 from reslab.files import write_atomic
 from reslab.schema import UserError
@@ -22,7 +22,7 @@ def sentences() -> dict[str, str]:
 
 def records() -> list[Record]:
     """The records in figures/, in the order of the notebooks; a UserError when there are none."""
-    found = [paths.FIGURES / f"{path.stem}.json" for path in sorted(paths.NOTEBOOKS.glob("[0-9]*.ipynb"))]
+    found = [paths.FIGURES / f"{name}.json" for name in notebook.names()]
     found = [path for path in found if path.exists()]
     if not found:
         raise UserError(f"{paths.FIGURES}: no claim has been run yet; run `make repro` or `dvc repro`")
@@ -54,9 +54,19 @@ def _markdown(found: list[Record]) -> str:
             f"| [{record.claim}.png]({record.claim}.png) |"
         )
     for record in found:
-        lines += ["", f"## {record.claim}", "", record.statement, "", f"**{_shown_verdict(record)}**: {record.because}."]
+        lines += [
+            "",
+            f"## {record.claim}",
+            "",
+            record.statement,
+            "",
+            f"**{_shown_verdict(record)}**: {record.because}.",
+        ]
         lines += ["", f"![{record.title}]({record.claim}.png)", ""]
-        lines += ["| sentence | check | estimate [95 % interval] | unit | holds if | outcome |", "|---|---|---|---|---|---|"]
+        lines += [
+            "| sentence | check | estimate [95 % interval] | unit | holds if | outcome |",
+            "|---|---|---|---|---|---|",
+        ]
         for check in record.checks:
             sentence = check.sentence if check.role != "control" else f"{check.sentence} (control)"
             lines.append(
@@ -67,7 +77,13 @@ def _markdown(found: list[Record]) -> str:
         lines += [f"| {p.what} | {p.published} | {p.ours} | {p.source} |" for p in record.published]
     tested = sorted({check.sentence for record in found for check in record.checks})
     texts = sentences()
-    lines += ["", "## The sentences tested", "", "| id | sentence | outcomes of its checks |", "|---|---|---|"]
+    lines += [
+        "",
+        "## The sentences tested",
+        "",
+        "| id | sentence | outcomes of its checks |",
+        "|---|---|---|",
+    ]
     for sentence in tested:
         outcomes = [c.outcome for r in found for c in r.checks if c.sentence == sentence and c.role != "control"]
         counted = ", ".join(f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes)

@@ -23,11 +23,10 @@ import filelock
 
 from reslab import claims, data, lifeline, notebook, params, paths, progress
 from reslab.files import publish, write_atomic
-from reslab.schema import UserError, did_you_mean
+from reslab.schema import UserError
 
-__all__ = ["RunFailed", "clean", "preflight", "run"]
+__all__ = ["RunFailed", "preflight", "run"]
 
-CLEAN = paths.BUILD / "clean"
 EXECUTED = paths.BUILD / "executed"
 REPORTS = paths.BUILD / "reports"
 FAILED = paths.BUILD / "failed"
@@ -44,39 +43,30 @@ def preflight(settings: params.Params) -> None:
     """All that can be known to be wrong before training starts, as a UserError."""
     settings.device.require()
     task = data.TextConfig(
-        corpus=settings.corpus, context=settings.decoder.context, evaluation_windows=settings.evaluation_windows
+        corpus=settings.corpus,
+        context=settings.decoder.context,
+        evaluation_windows=settings.evaluation_windows,
     )
     data.load(task)
-    for path in sorted(paths.NOTEBOOKS.glob("[0-9]*.ipynb")):
-        notebook.check_parameters(notebook.read(path), path, _injected(settings, path.stem))
-    for folder in (paths.FIGURES, paths.RUNS, CLEAN, EXECUTED, REPORTS, STAGING, PUBLISHED):
+    for name in notebook.names():
+        path = notebook.source(name)
+        notebook.check_parameters(notebook.read(path), path, _injected(settings, name))
+    for folder in (paths.FIGURES, paths.RUNS, notebook.CLEAN, EXECUTED, REPORTS, STAGING, PUBLISHED):
         paths.require_writable(folder)
-
-
-def clean(name: str) -> None:
-    """Write the clean form of notebooks/<name>.ipynb to build/clean."""
-    write_atomic(CLEAN / f"{name}.ipynb", notebook.clean(notebook.read(_source(name))))
-
-
-def _source(name: str) -> Path:
-    known = [path.stem for path in paths.NOTEBOOKS.glob("[0-9]*.ipynb")]
-    if name not in known:
-        raise UserError(f"no notebook '{name}'; {did_you_mean(name, known)}")
-    return paths.NOTEBOOKS / f"{name}.ipynb"
 
 
 def run(name: str) -> None:
     """Execute notebook `name` with the values of params.yaml and publish its figures, record and report."""
-    _source(name)
+    notebook.source(name)
     with _lock(name), _restoring(name):
         settings = params.read()
         preflight(settings)
         staging = STAGING / name
-        clean(name)
+        source = notebook.write_clean(name)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         started = time.time()
-        executed = _execute(CLEAN / f"{name}.ipynb", staging / f"{name}.ipynb", _injected(settings, name))
+        executed = _execute(source, staging / f"{name}.ipynb", _injected(settings, name))
         _publish(name, staging, executed, started)
 
 
@@ -141,7 +131,7 @@ def _kernel() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         specification = Path(folder) / "kernels" / "reslab" / "kernel.json"
         specification.parent.mkdir(parents=True)
-        argv = [sys.executable, "-m", "reslab.kernel", "-f", "{connection_file}"]
+        argv = [sys.executable, "-m", "reslab.kernel", "-f", "{connection_file}", "--log-level=ERROR"]
         specification.write_text(json.dumps({"argv": argv, "display_name": "reslab", "language": "python"}))
         os.environ["JUPYTER_PATH"] = folder
         library = str(Path(__file__).resolve().parents[1])
@@ -182,7 +172,13 @@ def _execute(source: Path, output: Path, injected: dict[str, Any]) -> Any:
     try:
         with _kernel() as kernel, _showing_progress():
             return papermill.execute_notebook(
-                source, output, injected, kernel_name=kernel, language="python", cwd=paths.ROOT, progress_bar=False
+                source,
+                output,
+                injected,
+                kernel_name=kernel,
+                language="python",
+                cwd=paths.ROOT,
+                progress_bar=False,
             )
     except papermill.PapermillExecutionError as error:
         kept = _keep_failed(output)

@@ -13,7 +13,8 @@ import torch
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
-from reslab import claims, paths, plotting
+import reslab
+from reslab import claims, notebook, paths, plotting
 from reslab.claims import Check, Record
 from reslab.params import Params
 
@@ -66,7 +67,7 @@ def record(claim: ModuleType, settings: Params, done: Sequence[Check], summary: 
     `claim` is the claim's module under reslab.experiments.
     """
     section = claim.__name__.rsplit(".", 1)[-1]
-    name = next(path.stem for path in paths.NOTEBOOKS.glob(f"*_{section}.ipynb"))
+    name = next(name for name in notebook.names() if name.endswith(f"_{section}"))
     outcome, because = claims.verdict(done)
     return Record(
         claim=name,
@@ -80,7 +81,10 @@ def record(claim: ModuleType, settings: Params, done: Sequence[Check], summary: 
         published=tuple(claim.published(done)),
         arms=summary,
         provenance={
-            "versions": {package: version(package) for package in ("reslab", "torch", "numpy", "scipy", "pandas")},
+            "versions": {
+                "reslab": reslab.__version__,
+                **{package: version(package) for package in ("torch", "numpy", "scipy", "pandas")},
+            },
             "python": platform.python_version(),
             "device": _device(settings),
             "parameters": _relevant(settings, section),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Literal
 
 import torch
@@ -13,10 +12,21 @@ from torch.nn import functional as F
 from reslab import data
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.models.resnet import ResNet, ResNetConfig
-from reslab.probes import Profile, stream_profile
+from reslab.probes import stream_profile
 from reslab.schema import Settings, UserError
 
-__all__ = ["Device", "Optimisation", "Outcome", "RunConfig", "RunRecord", "build", "schedule", "train"]
+__all__ = [
+    "Device",
+    "Optimisation",
+    "Outcome",
+    "RunConfig",
+    "RunRecord",
+    "build",
+    "evaluate",
+    "optimisation_steps",
+    "schedule",
+    "train",
+]
 
 Outcome = Literal["trained", "stalled", "diverged"]
 """`stalled`: ends within STALL_MARGIN of the best context-free guess; `diverged`: the loss is not finite."""
@@ -90,8 +100,8 @@ class RunRecord(Settings):
     parameters: int
     train_loss: tuple[float, ...]
     """Loss of each step's batch, before that step's update."""
-    gradient_norm: tuple[float, ...]
-    """Norm of the whole gradient at each step, before clipping."""
+    gradient_norm: tuple[float | None, ...]
+    """Norm of the whole gradient at each step, before clipping; None where it is not finite."""
     context_free_loss: float
     validation_loss: float | None
     test_loss: float | None
@@ -138,18 +148,18 @@ def train(config: RunConfig, report: Callable[[int, float], None] = lambda step,
     torch.set_num_threads(config.device.threads)
     task = data.load(config.task)
     model = build(config.model, config.seed).to(config.device.kind)
-    run = _Run(config, task, model)
-    before = _tuples(run.profile())
-    losses, norms = [], []
-    for step, (loss, norm) in enumerate(run.steps()):
+    before = _profile(config, task, model)
+    losses: list[float] = []
+    norms: list[float | None] = []
+    for step, (loss, norm) in enumerate(optimisation_steps(config, task, model)):
         if not math.isfinite(loss):
             break
         losses.append(loss)
-        norms.append(norm if math.isfinite(norm) else -1.0)
+        norms.append(norm if math.isfinite(norm) else None)
         report(step, loss)
     finished = len(losses) == config.optimisation.steps
-    validation = run.evaluate("validation") if finished else None
-    test = run.evaluate("test") if finished else None
+    validation = evaluate(config, task, model, "validation") if finished else None
+    test = evaluate(config, task, model, "test") if finished else None
     return RunRecord(
         config=config,
         outcome=_outcome(validation, task.context_free_loss),
@@ -161,12 +171,8 @@ def train(config: RunConfig, report: Callable[[int, float], None] = lambda step,
         test_loss=test and test[0],
         test_accuracy=test and test[1],
         profile_before=before,
-        profile_after=_tuples(run.profile()) if validation else {},
+        profile_after=_profile(config, task, model) if validation else {},
     )
-
-
-def _tuples(profile: Profile) -> dict[str, tuple[float, ...]]:
-    return {measure: tuple(values) for measure, values in profile.items()}
 
 
 def _outcome(validation: tuple[float, float] | None, context_free_loss: float) -> Outcome:
@@ -175,62 +181,60 @@ def _outcome(validation: tuple[float, float] | None, context_free_loss: float) -
     return "trained" if validation[0] < context_free_loss - STALL_MARGIN else "stalled"
 
 
-class _Run:
-    """The moving parts of one run."""
+def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> Iterator[tuple[float, float]]:
+    """Trains `model` in place; loss and gradient norm of each step, yielded before the step's update."""
+    recipe, device = config.optimisation, config.device
+    parameters = list(model.parameters())
+    optimiser = torch.optim.AdamW(
+        parameter_groups(model, recipe.weight_decay),
+        lr=config.learning_rate,
+        betas=(recipe.beta1, recipe.beta2),
+        fused=True,
+    )
+    scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
+    if device.compile:
+        model.compile_blocks()
+    model.train()
+    for step in range(recipe.steps):
+        inputs, targets = _to_device(task.batch(config.seed, step, recipe.batch), device)
+        with _autocast(device):
+            loss = loss_of(model(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimiser)
+        norm = nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
+        yield float(loss.detach()), float(norm)
+        for group in optimiser.param_groups:
+            group["lr"] = config.learning_rate * schedule(recipe, step)
+        scaler.step(optimiser)
+        scaler.update()
+        optimiser.zero_grad()
 
-    def __init__(self, config: RunConfig, task: data.Task, model: Decoder | ResNet) -> None:
-        self.config, self.task, self.model = config, task, model
-        recipe, device = config.optimisation, config.device
-        self.optimiser = torch.optim.AdamW(
-            parameter_groups(model, recipe.weight_decay),
-            lr=config.learning_rate,
-            betas=(recipe.beta1, recipe.beta2),
-            fused=True,
-        )
-        self.scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
-        self.autocast = torch.autocast(
-            device.kind, getattr(torch, device.precision), enabled=device.precision != "float32"
-        )
-        if device.compile:
-            model.compile_blocks()
 
-    def _on_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0].to(self.config.device.kind), batch[1].to(self.config.device.kind)
+def _autocast(device: Device) -> torch.autocast:
+    return torch.autocast(device.kind, getattr(torch, device.precision), enabled=device.precision != "float32")
 
-    def steps(self) -> Iterator[tuple[float, float]]:
-        """Loss and gradient norm of each step; the update follows."""
-        recipe = self.config.optimisation
-        parameters = list(self.model.parameters())
-        self.model.train()
-        for step in range(recipe.steps):
-            inputs, targets = self._on_device(self.task.batch(self.config.seed, step, recipe.batch))
-            with self.autocast:
-                loss = loss_of(self.model(inputs), targets)
-            self.scaler.scale(loss).backward()
-            self.scaler.unscale_(self.optimiser)
-            norm = nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
-            yield float(loss.detach()), float(norm)
-            for group in self.optimiser.param_groups:
-                group["lr"] = self.config.learning_rate * schedule(recipe, step)
-            self.scaler.step(self.optimiser)
-            self.scaler.update()
-            self.optimiser.zero_grad()
 
-    @torch.no_grad()
-    def evaluate(self, split: data.Split) -> tuple[float, float] | None:
-        """Mean loss in nats and accuracy over a held-out split, or None when the loss is not finite."""
-        self.model.eval()
-        loss, right, count = 0.0, 0, 0
-        for batch in self.task.held_out(split):
-            inputs, targets = self._on_device(batch)
-            with self.autocast:
-                logits = self.model(inputs)
-            loss += float(loss_of(logits.float(), targets)) * targets.numel()
-            right += int((logits.argmax(-1) == targets).sum())
-            count += targets.numel()
-        return (loss / count, right / count) if math.isfinite(loss) else None
+def _to_device(batch: tuple[Tensor, Tensor], device: Device) -> tuple[Tensor, Tensor]:
+    return batch[0].to(device.kind), batch[1].to(device.kind)
 
-    def profile(self) -> Profile:
-        """The stream's profile on the first validation batch of up to 16 examples."""
-        inputs, targets = self._on_device(next(islice(self.task.held_out("validation"), 1)))
-        return stream_profile(self.model, self.model.blocks, inputs[:16], targets[:16])
+
+@torch.no_grad()
+def evaluate(config: RunConfig, task: data.Task, model: nn.Module, split: data.Split) -> tuple[float, float] | None:
+    """Mean loss in nats and accuracy over a held-out split, or None when the loss is not finite."""
+    model.eval()
+    loss, right, count = 0.0, 0, 0
+    for batch in task.held_out(split):
+        inputs, targets = _to_device(batch, config.device)
+        with _autocast(config.device):
+            logits = model(inputs)
+        loss += float(loss_of(logits.float(), targets)) * targets.numel()
+        right += int((logits.argmax(-1) == targets).sum())
+        count += targets.numel()
+    return (loss / count, right / count) if math.isfinite(loss) else None
+
+
+def _profile(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> dict[str, tuple[float, ...]]:
+    """The stream's profile on the first held-out validation batch, of up to 16 examples."""
+    inputs, targets = _to_device(next(task.held_out("validation")), config.device)
+    profile = stream_profile(model, model.blocks, inputs[:16], targets[:16])
+    return {measure: tuple(values) for measure, values in profile.items()}

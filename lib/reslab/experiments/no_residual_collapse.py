@@ -21,7 +21,15 @@ from reslab.models.resnet import ResNetConfig
 from reslab.probes import stream_profile
 from reslab.residuals import ConnectionConfig, Placement
 from reslab.schema import Settings
-from reslab.stats import Estimate, deterministic, detrended, fisher_g, mean_of, paired_difference, unexplained_share
+from reslab.stats import (
+    Estimate,
+    deterministic,
+    detrended,
+    fisher_g,
+    mean_of,
+    paired_difference,
+    unexplained_share,
+)
 from reslab.training import Optimisation, RunConfig, RunRecord, build
 
 if TYPE_CHECKING:
@@ -307,7 +315,11 @@ def decoder_arm(params: Params, weight: float) -> Arm:
             corpus=params.corpus, context=params.decoder.context, evaluation_windows=params.evaluation_windows
         ),
         model=DecoderConfig(
-            **shape, vocabulary=data.VOCABULARY, depth=section.depth, connection=connection(weight), placement="pre"
+            **shape,
+            vocabulary=data.VOCABULARY,
+            depth=section.depth,
+            connection=connection(weight),
+            placement="pre",
         ),
         optimisation=params.optimisation,
         learning_rate=section.learning_rates[0],
@@ -322,9 +334,7 @@ def resnet_arm(params: Params, weight: float) -> Arm:
     recipe = params.optimisation.model_copy(update={"batch": section.batch, "steps": section.steps})
     config = RunConfig(
         task=data.DigitsConfig(),
-        model=ResNetConfig(
-            channels=section.channels, depth=section.depth, classes=10, connection=connection(weight)
-        ),
+        model=ResNetConfig(channels=section.channels, depth=section.depth, classes=10, connection=connection(weight)),
         optimisation=Optimisation.model_validate(recipe),
         learning_rate=section.learning_rates[0],
         seed=0,
@@ -654,14 +664,25 @@ def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
     entropy = trained[skip_name(0)][0].context_free_loss
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":")
     axes.set_xticks(range(len(skips)), [f"{weight:g}" for weight in skips])
-    axes.set(title="Held-out loss: seeds and 95 % interval", xlabel="weight of the skip", ylabel="nats per byte (test)")
+    axes.set(
+        title="Held-out loss: seeds and 95 % interval",
+        xlabel="weight of the skip",
+        ylabel="nats per byte (test)",
+    )
 
 
 def _draw_plateau(axes: Axes, trained: Runs) -> None:
     record = trained[skip_name(0)][0]
     plateau, guess = _last_half(record.train_loss), _last_half(_guess_losses(record))
     steps = range(len(record.train_loss) - len(plateau), len(record.train_loss))
-    axes.plot(steps, guess, color=plotting.COLOURS["control"], linewidth=3, alpha=0.4, label="best context-free guess")
+    axes.plot(
+        steps,
+        guess,
+        color=plotting.COLOURS["control"],
+        linewidth=3,
+        alpha=0.4,
+        label="best context-free guess",
+    )
     axes.plot(steps, plateau, color=plotting.COLOURS["skip 0"], linewidth=0.8, label="skip 0, same batches")
     axes.set(title="The plateau, and what its batches alone do", xlabel="step", ylabel="nats per byte")
     axes.legend()
