@@ -1,12 +1,12 @@
 """From criterion to verdict: a claim is a set of checks, and each check was given its threshold before any data."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pandas as pd
-from pydantic import model_validator
+from pydantic import create_model, model_validator
 
 from reslab.files import write_atomic
 from reslab.schema import Settings, UserError, validate
@@ -17,15 +17,20 @@ __all__ = [
     "Criterion",
     "Outcome",
     "Published",
+    "Question",
     "Record",
+    "Role",
     "Verdict",
-    "check",
+    "criteria_model",
+    "judge",
     "read",
     "verdict",
     "write",
 ]
 
 Outcome = Literal["holds", "fails", "undecided"]
+Role = Literal["exact", "trained", "control"]
+"""exact: at the initial weights; trained: needs training; control: must hold for the others to mean anything."""
 Verdict = Literal["supported", "partly supported", "refuted", "inconclusive"]
 
 SCHEMA = 1
@@ -70,8 +75,7 @@ class Check(Settings):
     """Name of the criterion in params.yaml."""
     statement: str
     """What holds if the criterion is met."""
-    role: Literal["exact", "trained", "control"]
-    """exact: at the initial weights; trained: needs training; control: must hold for the others to mean anything."""
+    role: Role
     unit: str
     estimate: Estimate
     criterion: Criterion
@@ -122,30 +126,43 @@ class Record(Settings):
         return pd.DataFrame(rows)
 
 
-def check(
-    criteria: dict[str, Criterion],
-    name: str,
-    estimate: Estimate,
-    *,
-    sentence: str,
-    statement: str,
-    unit: str,
-    role: Literal["exact", "trained", "control"] = "trained",
-) -> Check:
-    """The check `name`, judged by its criterion; a UserError when the criterion is not in the parameters."""
-    if name not in criteria:
-        raise UserError(f"criteria: '{name}' is missing; add it to params.yaml before the run")
-    outcome = criteria[name].judge(estimate)
-    return Check(
-        sentence=sentence,
-        name=name,
-        statement=statement,
-        role=role,
-        unit=unit,
-        estimate=estimate,
-        criterion=criteria[name],
-        outcome=outcome,
-    )
+class Question(NamedTuple):
+    """What a check asks, before any data."""
+
+    sentence: str
+    """Id in docs/claims.md of the sentence that is tested."""
+    role: Role
+    unit: str
+    statement: str
+    """What holds if the criterion is met; may name parameters in braces."""
+
+
+def criteria_model(questions: Mapping[str, Question]) -> type[Settings]:
+    """The settings that hold one `Criterion` for each question; a missing or misspelt one is refused by name."""
+    fields: dict[str, Any] = dict.fromkeys(questions, (Criterion, ...))
+    return create_model("Criteria", __base__=Settings, **fields)
+
+
+def judge(
+    questions: Mapping[str, Question], criteria: Settings, estimates: Mapping[str, Estimate], numbers: Mapping[str, Any]
+) -> list[Check]:
+    """One check for each estimate, judged by the criterion of its name; `numbers` fill the braces of statements."""
+    checks = []
+    for name, estimate in estimates.items():
+        question, criterion = questions[name], getattr(criteria, name)
+        checks.append(
+            Check(
+                sentence=question.sentence,
+                name=name,
+                statement=question.statement.format(**numbers),
+                role=question.role,
+                unit=question.unit,
+                estimate=estimate,
+                criterion=criterion,
+                outcome=criterion.judge(estimate),
+            )
+        )
+    return checks
 
 
 def verdict(checks: Sequence[Check]) -> tuple[Verdict, str]:

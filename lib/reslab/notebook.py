@@ -59,7 +59,7 @@ def write_clean(name: str) -> Path:
 
 
 def clean(notebook: Any) -> bytes:
-    """The notebook as its author wrote it: sources and tags; no outputs, counts, timings, nor the kernel of the last user.
+    """The notebook as its author wrote it: sources and tags; no outputs, counts, timings, nor the last user's kernel.
 
     Saving in JupyterLab changes only what is left out here, so that the heavy stage does not run again.
     """

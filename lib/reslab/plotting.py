@@ -10,18 +10,18 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "figure", "moving_average", "save", "seed_lines"]
+__all__ = ["COLOURS", "colour", "figure", "moving_average", "save", "seed_lines"]
 
 _PALETTE = sns.color_palette("colorblind", 10)
 COLOURS = {
     "skip 0": _PALETTE[3],
-    "skip 0.1": _PALETTE[1],
-    "skip 0.3": _PALETTE[8],
+    "skip 0.1": _PALETTE[6],
+    "skip 0.3": _PALETTE[2],
     "skip 1": _PALETTE[0],
     "no skip": _PALETTE[3],
     "Pre-LN": _PALETTE[0],
     "Post-LN": _PALETTE[4],
-    "ReZero": _PALETTE[2],
+    "ReZero": _PALETTE[5],
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method."""
@@ -51,13 +51,13 @@ def colour(name: str) -> tuple[float, ...]:
 
 
 def seed_lines(
-    axes: Axes, name: str, series: Sequence[Sequence[float]], *, style: str = "-", label: bool = True
+    axes: Axes, name: str, series: Sequence[Sequence[float] | np.ndarray], *, style: str = "-", label: bool = True
 ) -> None:
     """One thin line a seed and the mean over seeds as a thick one."""
     for values in series:
         axes.plot(values, color=colour(name), linewidth=0.6, alpha=0.5, linestyle=style)
     shortest = min(map(len, series))
-    mean = np.mean([values[:shortest] for values in series], axis=0)
+    mean = np.mean([np.asarray(values[:shortest]) for values in series], axis=0)
     axes.plot(mean, color=colour(name), linestyle=style, label=name if label else None)
 
 

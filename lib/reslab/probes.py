@@ -1,5 +1,6 @@
 """Measurements on the residual stream of a model. Letters: B batch, T tokens, d width, L blocks."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -80,7 +81,7 @@ def stream_profile(model: nn.Module, blocks: nn.ModuleList, inputs: Tensor, targ
         gradients = torch.autograd.grad(loss, seen)
     model.train(was_training)
     places = [place.detach().float() for place in seen]
-    pairs = list(zip(places[:-1], places[1:], strict=True))
+    pairs = list(itertools.pairwise(places))
     profile = {"gradient_norm": [float(g.float().norm()) for g in gradients]}
     if places[0].ndim == 3:
         profile["token_cosine"] = [token_cosine(x) for x in places]

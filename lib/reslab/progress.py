@@ -48,11 +48,12 @@ class _Bar:
 
 class _Log:
     def __init__(self) -> None:
-        self.last = 0.0
+        self.last, self.label = float("-inf"), ""
 
     def show(self, fraction: float, text: str) -> None:
-        if time.monotonic() - self.last >= LOG_SECONDS or self.last == 0.0:
-            self.last = time.monotonic()
+        label = text.split(":")[0]
+        if time.monotonic() - self.last >= LOG_SECONDS or label != self.label:
+            self.last, self.label = time.monotonic(), label
             sys.stderr.write(f"{fraction:4.0%} {text}\n")
             sys.stderr.flush()
 

@@ -41,8 +41,8 @@ def _markdown(found: list[Record]) -> str:
     lines = [
         "# Scoreboard",
         "",
-        "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that stood in",
-        "`params.yaml` before the run; n is the number of seeds.",
+        "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that",
+        "stood in `params.yaml` before the run; n is the number of seeds.",
         "",
         "| claim | verdict | key number | figure |",
         "|---|---|---|---|",

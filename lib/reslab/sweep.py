@@ -147,8 +147,8 @@ def _work(config: RunConfig, report: Path, own_process: bool) -> tuple[RunConfig
 
 def _cost(config: RunConfig) -> float:
     """Relative time of a run, for the order of the runs and the time left."""
-    width = getattr(config.model, "width", None) or getattr(config.model, "channels", 1)
-    return float(config.optimisation.steps * config.optimisation.batch * config.model.depth * width)
+    recipe = config.optimisation
+    return float(recipe.steps * recipe.batch * config.model.depth * config.model.relative_cost)
 
 
 @contextlib.contextmanager

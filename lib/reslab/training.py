@@ -193,7 +193,8 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResN
     )
     scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
     if device.compile:
-        model.compile_blocks()
+        for block in model.blocks:  # the block, not the model: all blocks share one compilation
+            block.compile()
     model.train()
     for step in range(recipe.steps):
         inputs, targets = _to_device(task.batch(config.seed, step, recipe.batch), device)

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from pydantic import Field, field_validator
 
 from reslab import collapse, data, plotting
-from reslab.claims import Check, Criterion, Published, check
+from reslab.claims import Check, Published, Question, criteria_model, judge
 from reslab.comparison import Arm, Runs, choose_rates, train_arms
 from reslab.models.decoder import DecoderConfig
 from reslab.models.resnet import ResNetConfig
@@ -41,6 +41,123 @@ STATEMENT = (
     "stays near the best context-free guess; token representations become alike layer by layer; gradients do not pass."
 )
 KEY = "loss_gap"
+
+
+QUESTIONS = {
+    # untrained
+    "collapse_exponent": Question(
+        "A2.2",
+        "exact",
+        "log-log slope",
+        "bidirectional attention alone cubes its distance from rank one at every layer",
+    ),
+    "causal_halving": Question(
+        "A2.2", "exact", "ratio", "causal attention with equal weights halves its distance from rank one at every layer"
+    ),
+    "cosine_none": Question(
+        "A2.2", "exact", "token cosine", "without skips the tokens point one way after {shallow} untrained blocks"
+    ),
+    "cosine_pre": Question(
+        "A2.2", "exact", "token cosine", "with skips (Pre-LN) they do not, even after {deep} untrained blocks"
+    ),
+    "cosine_post": Question(
+        "A2.2", "exact", "token cosine", "with skips (Post-LN) they do not, even after {deep} untrained blocks"
+    ),
+    "cosine_rezero": Question(
+        "A2.2", "control", "change of token cosine", "ReZero's branches are closed: the token cosine is the embedding's"
+    ),
+    "gradient_plain": Question(
+        "A2.1",
+        "exact",
+        "size of ln factor per block",
+        "without skips and norms the gradient changes by a factor at every block ({deep}, untrained)",
+    ),
+    "gradient_none": Question(
+        "A2.1",
+        "exact",
+        "size of ln factor per block",
+        "without skips but with norms it does so too ({deep} blocks, untrained)",
+    ),
+    "gradient_pre": Question(
+        "A2.1",
+        "exact",
+        "size of ln factor per block",
+        "with skips (Pre-LN) it passes nearly unchanged ({deep} blocks, untrained)",
+    ),
+    "hull_excess": Question(
+        "A3.1h", "exact", "excess", "attention outputs stay inside the range of their values in every coordinate"
+    ),
+    "spread_left": Question(
+        "A3.1h", "exact", "share of the range", "after 12 attention layers little of the values' range is left"
+    ),
+    # trained
+    "never_diverges": Question("A1", "trained", "runs diverged", "without skips no run blows up"),
+    "loss_falls": Question(
+        "A1", "trained", "nats per byte", "without skips the loss falls from its start to a plateau"
+    ),
+    "near_context_free": Question(
+        "A1", "trained", "nats above unigram entropy", "the plateau is the best guess that ignores the context"
+    ),
+    "above_guessing": Question(
+        "A1", "trained", "accuracy gained", "it stays slightly better than guessing the commonest byte"
+    ),
+    "loss_gap": Question(
+        "A1", "trained", "nats per byte", "removing the skips costs test loss, each arm at its best learning rate"
+    ),
+    "resnet_learns": Question("A1r", "control", "test accuracy", "the ResNet with its skips learns the task"),
+    "resnet_removed": Question(
+        "A1r", "trained", "accuracy lost", "in a ResNet of moderate depth removing the skips costs little accuracy"
+    ),
+    "resnet_shrunk": Question(
+        "A1r", "trained", "accuracy lost", "in a ResNet shrinking the skips to {shrunk:g} costs little accuracy"
+    ),
+    "gradient_trained_none": Question(
+        "A2.1",
+        "trained",
+        "log10 (first / last)",
+        "after training without skips hardly any gradient reaches the embedding",
+    ),
+    "gradient_trained_skip": Question("A2.1", "trained", "log10 (first / last)", "after training with skips it does"),
+    "rank_trained_none": Question(
+        "A2.2", "trained", "effective rank", "after training without skips the last block's tokens are of rank one"
+    ),
+    "rank_trained_skip": Question(
+        "A2.2", "trained", "effective rank", "after training with skips their rank stays high"
+    ),
+    "tokens_alike": Question(
+        "A3.1", "trained", "token cosine", "after training without skips all tokens point one way"
+    ),
+    "layers_alike": Question(
+        "A3.1", "trained", "cosine of neighbours", "the outputs of the last {last} blocks are nearly identical"
+    ),
+    "periodic": Question(
+        "A3.2",
+        "trained",
+        "share of power at one frequency",
+        "the plateau oscillates regularly: one frequency stands out more than in the batches' own noise",
+    ),
+    "not_batch_noise": Question(
+        "A3.2",
+        "trained",
+        "variance not explained by the batch",
+        "the plateau's ups and downs come from the layers, not from which batch is seen",
+    ),
+    "less_calm": Question(
+        "A3.2",
+        "trained",
+        "std without / with skips",
+        "with skips training is calmer: its loss varies less about its trend",
+    ),
+    "shifted": Question(
+        "A3.2",
+        "trained",
+        "shift without / with skips",
+        "without skips each layer's output distribution is shifted further against its input",
+    ),
+}
+"""What is asked, by the name of its criterion in params.yaml."""
+
+Criteria = criteria_model(QUESTIONS)
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -73,38 +190,6 @@ class ResNetArms(Settings):
     learning_rates: tuple[float, ...] = Field(min_length=1)
 
 
-class Criteria(Settings):
-    """What each check must meet; fixed before training. The meaning of each is in `checks_*` below."""
-
-    collapse_exponent: Criterion
-    causal_halving: Criterion
-    hull_excess: Criterion
-    spread_left: Criterion
-    cosine_none: Criterion
-    cosine_pre: Criterion
-    cosine_post: Criterion
-    cosine_rezero: Criterion
-    gradient_none: Criterion
-    gradient_pre: Criterion
-    never_diverges: Criterion
-    loss_falls: Criterion
-    near_context_free: Criterion
-    above_guessing: Criterion
-    loss_gap: Criterion
-    resnet_removed: Criterion
-    resnet_shrunk: Criterion
-    gradient_trained_none: Criterion
-    gradient_trained_skip: Criterion
-    rank_trained_none: Criterion
-    rank_trained_skip: Criterion
-    tokens_alike: Criterion
-    layers_alike: Criterion
-    periodic: Criterion
-    not_batch_noise: Criterion
-    less_calm: Criterion
-    shifted: Criterion
-
-
 class Parameters(Settings):
     """The section claims.no_residual_collapse of params.yaml."""
 
@@ -116,7 +201,7 @@ class Parameters(Settings):
     sweep_steps: int = Field(ge=1)
     resnet: ResNetArms
     exact: Exact
-    criteria: Criteria
+    criteria: Criteria  # type: ignore[valid-type]
 
     @field_validator("skips")
     @classmethod
@@ -129,6 +214,7 @@ class Parameters(Settings):
 # --- exact checks at initial weights --------------------------------------------------------------
 
 INITIAL_ARMS: dict[str, tuple[str, Placement]] = {
+    "no skip, no norm": ("none", "none"),
     "no skip": ("none", "pre"),
     "Post-LN": ("add", "post"),
     "Pre-LN": ("add", "pre"),
@@ -140,7 +226,7 @@ def initial_profiles(params: Params) -> pd.DataFrame:
     """Token cosine and gradient slope of untrained decoders; one row for each arm, depth and seed.
 
     `gradient_slope` is ln|dLoss/dx_0| - ln|dLoss/dx_L| per block: the factor by which going back one block
-    multiplies the gradient, as a logarithm. Random tokens; matrices of std 1/sqrt(d).
+    multiplies the gradient, as a logarithm. Random tokens; matrices of std 1/sqrt(d); float64.
     """
     exact = params.claims.no_residual_collapse.exact
     torch.set_num_threads(params.device.threads)
@@ -160,7 +246,7 @@ def initial_profiles(params: Params) -> pd.DataFrame:
                     connection=ConnectionConfig(kind=kind),
                     placement=placement,
                 )
-                model = build(config, seed)
+                model = build(config, seed).double()
                 profile = stream_profile(model, model.blocks, tokens[:, :-1], tokens[:, 1:])
                 gradient = profile["gradient_norm"]
                 rows.append(
@@ -178,115 +264,51 @@ def initial_profiles(params: Params) -> pd.DataFrame:
 
 def checks_initial(params: Params, profiles: pd.DataFrame) -> list[Check]:
     """Sentences A2.1, A2.2 and A3.1h without training."""
-    section = params.claims.no_residual_collapse
-    exact, criteria = section.exact, dict(section.criteria)
-    seeds = range(exact.seeds)
-    shallow, deep = exact.depths[0], exact.depths[-1]
+    exact = params.claims.no_residual_collapse.exact
+    seeds, shallow, deep = range(exact.seeds), exact.depths[0], exact.depths[-1]
 
-    def over_seeds(arm: str, depth: int, column: str) -> list[float]:
+    def measured(arm: str, depth: int, column: str) -> list[float]:
         chosen = profiles[(profiles["arm"] == arm) & (profiles["depth"] == depth)]
-        return chosen.sort_values("seed")[column].tolist()
+        values: list[float] = chosen.sort_values("seed")[column].tolist()
+        return values
 
     def slopes(arm: str) -> Estimate:
-        return mean_of([abs(v) for v in over_seeds(arm, deep, "gradient_slope")])
+        return mean_of([abs(value) for value in measured(arm, deep, "gradient_slope")])
 
     halving = [collapse.causal_uniform_residuals(40, exact.tokens, exact.width, seed)[-2:] for seed in seeds]
     spreads = [collapse.attention_only_spread(12, exact.tokens, exact.width, seed) for seed in seeds]
-    unchanged = paired_difference(
-        over_seeds("ReZero", deep, "token_cosine"), over_seeds("ReZero", deep, "embedding_cosine")
+    excess = [collapse.hull_excess(exact.tokens, exact.width, seed) for seed in seeds]
+    rezero = [measured("ReZero", deep, column) for column in ("token_cosine", "embedding_cosine")]
+    return _judged(
+        params,
+        collapse_exponent=mean_of([collapse.collapse_exponent(4, 32, 32, seed) for seed in seeds]),
+        causal_halving=mean_of([after / before for before, after in halving]),
+        cosine_none=mean_of(measured("no skip", shallow, "token_cosine")),
+        cosine_pre=mean_of(measured("Pre-LN", deep, "token_cosine")),
+        cosine_post=mean_of(measured("Post-LN", deep, "token_cosine")),
+        cosine_rezero=paired_difference(*rezero),
+        gradient_plain=slopes("no skip, no norm"),
+        gradient_none=slopes("no skip"),
+        gradient_pre=slopes("Pre-LN"),
+        hull_excess=deterministic(max(excess)),
+        spread_left=mean_of([spread[-1] / spread[0] for spread in spreads]),
     )
-    return [
-        check(
-            criteria,
-            "collapse_exponent",
-            mean_of([collapse.collapse_exponent(4, 32, 32, seed) for seed in seeds]),
-            sentence="A2.2",
-            statement="bidirectional attention alone cubes its distance from rank one at every layer",
-            unit="log-log slope",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "causal_halving",
-            mean_of([after / before for before, after in halving]),
-            sentence="A2.2",
-            statement="causal attention with equal weights halves its distance from rank one at every layer",
-            unit="ratio per layer",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "cosine_none",
-            mean_of(over_seeds("no skip", shallow, "token_cosine")),
-            sentence="A2.2",
-            statement=f"without skips the tokens point one way after {shallow} untrained blocks",
-            unit="token cosine",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "cosine_pre",
-            mean_of(over_seeds("Pre-LN", deep, "token_cosine")),
-            sentence="A2.2",
-            statement=f"with skips (Pre-LN) they do not, even after {deep} untrained blocks",
-            unit="token cosine",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "cosine_post",
-            mean_of(over_seeds("Post-LN", deep, "token_cosine")),
-            sentence="A2.2",
-            statement=f"with skips (Post-LN) they do not, even after {deep} untrained blocks",
-            unit="token cosine",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "cosine_rezero",
-            unchanged,
-            sentence="A2.2",
-            statement="ReZero's branches are closed at the start: the token cosine is the embedding's",
-            unit="change of token cosine",
-            role="control",
-        ),
-        check(
-            criteria,
-            "gradient_none",
-            slopes("no skip"),
-            sentence="A2.1",
-            statement=f"without skips the gradient changes by a constant factor a block ({deep} blocks, untrained)",
-            unit="|ln factor| per block",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "gradient_pre",
-            slopes("Pre-LN"),
-            sentence="A2.1",
-            statement=f"with skips (Pre-LN) it passes nearly unchanged ({deep} blocks, untrained)",
-            unit="|ln factor| per block",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "hull_excess",
-            deterministic(max(collapse.hull_excess(exact.tokens, exact.width, seed) for seed in seeds)),
-            sentence="A3.1h",
-            statement="attention outputs stay inside the range of their values in every coordinate",
-            unit="excess",
-            role="exact",
-        ),
-        check(
-            criteria,
-            "spread_left",
-            mean_of([spread[-1] / spread[0] for spread in spreads]),
-            sentence="A3.1h",
-            statement="after 12 attention layers little of the values' range is left",
-            unit="share of the range",
-            role="exact",
-        ),
-    ]
+
+
+def _judged(params: Params, **estimates: Estimate) -> list[Check]:
+    section = params.claims.no_residual_collapse
+    numbers = {
+        "shallow": section.exact.depths[0],
+        "deep": section.exact.depths[-1],
+        "shrunk": section.skips[1],
+        "last": _last_blocks(params),
+    }
+    return judge(QUESTIONS, section.criteria, estimates, numbers)
+
+
+def _last_blocks(params: Params) -> int:
+    """How many blocks are "the last" ones: a quarter of them."""
+    return max(1, params.claims.no_residual_collapse.depth // 4)
 
 
 # --- trained arms ---------------------------------------------------------------------------------
@@ -384,10 +406,12 @@ def _profile(records: list[RunRecord], measure: str, place: int = -1) -> list[fl
 
 
 def _gradient_passed(records: list[RunRecord]) -> list[float]:
-    """log10 of the gradient norm at the embedding over that after the last block."""
+    """log10 of the gradient norm at the embedding over that after the last block, at least float32's epsilon.
+
+    Below epsilon the gradient is lost in rounding, and how far below says nothing.
+    """
     norms = [record.profile_after["gradient_norm"] for record in records]
-    tiny = float(np.finfo(np.float32).tiny)
-    return [math.log10(max(norm[0], tiny) / max(norm[-1], tiny)) for norm in norms]
+    return [math.log10(max(norm[0] / norm[-1], float(np.finfo(np.float32).eps))) for norm in norms]
 
 
 def _test(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
@@ -396,70 +420,21 @@ def _test(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
 
 def checks_loss(params: Params, trained: Runs) -> list[Check]:
     """Sentences A1 and A1r: what the losses do."""
-    section = params.claims.no_residual_collapse
-    criteria, shrunk = dict(section.criteria), section.skips[1]
     none, full = trained[skip_name(0)], trained[skip_name(1)]
-    guess = [record.context_free_loss for record in none]
-    common = [_most_common_byte_accuracy(record) for record in none]
+    shrunk = params.claims.no_residual_collapse.skips[1]
     nets = {weight: _test(trained[resnet_name(weight)], "test_accuracy") for weight in (0, shrunk, 1)}
-    return [
-        check(
-            criteria,
-            "never_diverges",
-            deterministic(sum(record.outcome == "diverged" for record in none)),
-            sentence="A1",
-            statement="without skips no run blows up",
-            unit="runs diverged",
-        ),
-        check(
-            criteria,
-            "loss_falls",
-            mean_of([record.train_loss[0] - float(np.mean(_last_half(record.train_loss))) for record in none]),
-            sentence="A1",
-            statement="without skips the loss falls from its start to a plateau",
-            unit="nats per byte",
-        ),
-        check(
-            criteria,
-            "near_context_free",
-            paired_difference(_test(none), guess),
-            sentence="A1",
-            statement="the plateau is the best guess that ignores the context",
-            unit="nats above unigram entropy",
-        ),
-        check(
-            criteria,
-            "above_guessing",
-            paired_difference(_test(none, "test_accuracy"), common),
-            sentence="A1",
-            statement="it stays slightly better than guessing the commonest byte",
-            unit="accuracy gained",
-        ),
-        check(
-            criteria,
-            "loss_gap",
-            paired_difference(_test(none), _test(full)),
-            sentence="A1",
-            statement="removing the skips costs test loss, each arm at its best learning rate",
-            unit="nats per byte",
-        ),
-        check(
-            criteria,
-            "resnet_removed",
-            paired_difference(nets[1], nets[0]),
-            sentence="A1r",
-            statement="in a ResNet of moderate depth removing the skips costs little accuracy",
-            unit="accuracy lost",
-        ),
-        check(
-            criteria,
-            "resnet_shrunk",
-            paired_difference(nets[1], nets[shrunk]),
-            sentence="A1r",
-            statement=f"in a ResNet of moderate depth shrinking the skips to {shrunk:g} costs little accuracy",
-            unit="accuracy lost",
-        ),
-    ]
+    commonest = [_most_common_byte_accuracy(record) for record in none]
+    return _judged(
+        params,
+        never_diverges=deterministic(sum(record.outcome == "diverged" for record in none)),
+        loss_falls=mean_of([r.train_loss[0] - float(np.mean(_last_half(r.train_loss))) for r in none]),
+        near_context_free=paired_difference(_test(none), [record.context_free_loss for record in none]),
+        above_guessing=paired_difference(_test(none, "test_accuracy"), commonest),
+        loss_gap=paired_difference(_test(none), _test(full)),
+        resnet_learns=mean_of(nets[1]),
+        resnet_removed=paired_difference(nets[1], nets[0]),
+        resnet_shrunk=paired_difference(nets[1], nets[shrunk]),
+    )
 
 
 def _most_common_byte_accuracy(record: RunRecord) -> float:
@@ -473,110 +448,38 @@ def _most_common_byte_accuracy(record: RunRecord) -> float:
 
 def checks_stream(params: Params, trained: Runs) -> list[Check]:
     """Sentences A2.1, A2.2 and A3.1 after training: what has become of the stream."""
-    criteria = dict(params.claims.no_residual_collapse.criteria)
     none, full = trained[skip_name(0)], trained[skip_name(1)]
-    last = max(1, params.claims.no_residual_collapse.depth // 4)
-    alike = [float(np.mean(record.profile_after["neighbour_cosine"][-last:])) for record in none]
-    return [
-        check(
-            criteria,
-            "gradient_trained_none",
-            mean_of(_gradient_passed(none)),
-            sentence="A2.1",
-            statement="after training without skips hardly any gradient reaches the embedding",
-            unit="log10 (first / last)",
-        ),
-        check(
-            criteria,
-            "gradient_trained_skip",
-            mean_of(_gradient_passed(full)),
-            sentence="A2.1",
-            statement="after training with skips it does",
-            unit="log10 (first / last)",
-        ),
-        check(
-            criteria,
-            "rank_trained_none",
-            mean_of(_profile(none, "effective_rank")),
-            sentence="A2.2",
-            statement="after training without skips the last block's tokens are of rank one",
-            unit="effective rank",
-        ),
-        check(
-            criteria,
-            "rank_trained_skip",
-            mean_of(_profile(full, "effective_rank")),
-            sentence="A2.2",
-            statement="after training with skips their rank stays high",
-            unit="effective rank",
-        ),
-        check(
-            criteria,
-            "tokens_alike",
-            mean_of(_profile(none, "token_cosine")),
-            sentence="A3.1",
-            statement="after training without skips all tokens point one way",
-            unit="token cosine",
-        ),
-        check(
-            criteria,
-            "layers_alike",
-            mean_of(alike),
-            sentence="A3.1",
-            statement=f"the outputs of the last {last} blocks are nearly identical to each other",
-            unit="cosine of neighbours",
-        ),
-    ]
+    last = _last_blocks(params)
+    return _judged(
+        params,
+        gradient_trained_none=mean_of(_gradient_passed(none)),
+        gradient_trained_skip=mean_of(_gradient_passed(full)),
+        rank_trained_none=mean_of(_profile(none, "effective_rank")),
+        rank_trained_skip=mean_of(_profile(full, "effective_rank")),
+        tokens_alike=mean_of(_profile(none, "token_cosine")),
+        layers_alike=mean_of([float(np.mean(r.profile_after["neighbour_cosine"][-last:])) for r in none]),
+    )
 
 
 def checks_oscillation(params: Params, trained: Runs) -> list[Check]:
     """Sentence A3.2: is the plateau an oscillation, and do the layers cause it?"""
-    criteria = dict(params.claims.no_residual_collapse.criteria)
     none, full = trained[skip_name(0)], trained[skip_name(1)]
     plateaus = [_last_half(record.train_loss) for record in none]
     guesses = [_last_half(_guess_losses(record)) for record in none]
     calm = [_last_half(record.train_loss) for record in full]
-    ratios = [
-        float(np.std(detrended(ours)) / np.std(detrended(theirs))) for ours, theirs in zip(plateaus, calm, strict=True)
-    ]
-    shift = [
-        float(np.mean(a.profile_after["mean_shift"]) / np.mean(b.profile_after["mean_shift"]))
-        for a, b in zip(none, full, strict=True)
-    ]
-    return [
-        check(
-            criteria,
-            "periodic",
-            paired_difference([fisher_g(p) for p in plateaus], [fisher_g(g) for g in guesses]),
-            sentence="A3.2",
-            statement="the plateau oscillates regularly: one frequency stands out more than in the batches' own noise",
-            unit="share of power at one frequency",
-        ),
-        check(
-            criteria,
-            "not_batch_noise",
-            mean_of([unexplained_share(p, g) for p, g in zip(plateaus, guesses, strict=True)]),
-            sentence="A3.2",
-            statement="the plateau's ups and downs come from the layers, not from which batch is seen",
-            unit="variance not explained by the batch",
-        ),
-        check(
-            criteria,
-            "less_calm",
-            mean_of(ratios),
-            sentence="A3.2",
-            statement="with skips training is calmer: its loss varies less about its trend",
-            unit="std without / with skips",
-        ),
-        check(
-            criteria,
-            "shifted",
-            mean_of(shift),
-            sentence="A3.2",
-            statement="without skips each layer's output distribution is shifted further against its input",
-            unit="shift without / with skips",
-        ),
-    ]
+    shift = [[float(np.mean(r.profile_after["mean_shift"])) for r in records] for records in (none, full)]
+    return _judged(
+        params,
+        periodic=paired_difference([fisher_g(p) for p in plateaus], [fisher_g(g) for g in guesses]),
+        not_batch_noise=mean_of([unexplained_share(p, g) for p, g in zip(plateaus, guesses, strict=True)]),
+        less_calm=mean_of([_spread(ours) / _spread(theirs) for ours, theirs in zip(plateaus, calm, strict=True)]),
+        shifted=mean_of([ours / theirs for ours, theirs in zip(*shift, strict=True)]),
+    )
+
+
+def _spread(series: Sequence[float]) -> float:
+    """Standard deviation about the linear trend."""
+    return float(np.std(detrended(series)))
 
 
 # --- what the record adds -------------------------------------------------------------------------
@@ -633,8 +536,10 @@ def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
         _draw_test_losses(axes[1], params, trained)
         _draw_plateau(axes[2], trained)
         _draw_initial_cosine(axes[3], profiles)
-        _draw_by_block(axes[4], trained, "token_cosine", "Tokens become alike", "token cosine")
-        _draw_by_block(axes[5], trained, "gradient_norm", "Gradients do not pass", "gradient norm of the stream")
+        _draw_by_block(axes[4], trained, "token_cosine", "Trained: the tokens become alike", "token cosine")
+        _draw_by_block(
+            axes[5], trained, "gradient_norm", "Trained: gradients do not pass", "gradient norm of the stream"
+        )
         axes[5].set_yscale("log")
         mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
         drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
@@ -657,7 +562,7 @@ def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
     for at, weight in enumerate(skips):
         losses = _test(trained[skip_name(weight)])
         mean = mean_of(losses)
-        colour = plotting.COLOURS.get(skip_name(weight), plotting.colour(skip_name(weight)))
+        colour = plotting.colour(skip_name(weight))
         if mean.low is not None and mean.high is not None:
             axes.plot([at, at], [mean.low, mean.high], color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
         axes.plot([at] * len(losses), losses, "o", color=colour, markersize=4)
@@ -665,7 +570,7 @@ def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":")
     axes.set_xticks(range(len(skips)), [f"{weight:g}" for weight in skips])
     axes.set(
-        title="Held-out loss: seeds and 95 % interval",
+        title="Held-out loss (seeds, 95 % interval)",
         xlabel="weight of the skip",
         ylabel="nats per byte (test)",
     )
@@ -683,20 +588,22 @@ def _draw_plateau(axes: Axes, trained: Runs) -> None:
         alpha=0.4,
         label="best context-free guess",
     )
-    axes.plot(steps, plateau, color=plotting.COLOURS["skip 0"], linewidth=0.8, label="skip 0, same batches")
-    axes.set(title="The plateau, and what its batches alone do", xlabel="step", ylabel="nats per byte")
+    axes.plot(steps, plateau, color=plotting.COLOURS["skip 0"], linewidth=0.8, label="skip 0 on the same batches")
+    axes.set(title="Plateau of skip 0 against its batches", xlabel="step", ylabel="nats per byte")
     axes.legend()
 
 
 def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
-    for arm in INITIAL_ARMS:
+    for arm in [arm for arm in INITIAL_ARMS if arm in plotting.COLOURS]:
         chosen = profiles[profiles["arm"] == arm]
         axes.plot(chosen["depth"], chosen["token_cosine"], ".", color=plotting.COLOURS[arm], alpha=0.4)
         mean = chosen.groupby("depth")["token_cosine"].mean()
         axes.plot(mean.index, mean.to_numpy(), color=plotting.COLOURS[arm], label=arm)
     depths = sorted(profiles["depth"].unique())
     axes.set_xticks(depths, [str(depth) for depth in depths])
-    axes.set(title="Untrained: token cosine after the last block", xlabel="depth (blocks)", ylabel="token cosine")
+    axes.set(
+        title="Untrained: are the tokens alike?", xlabel="depth (blocks)", ylabel="token cosine after the last block"
+    )
     axes.legend()
 
 

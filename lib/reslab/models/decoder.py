@@ -57,6 +57,11 @@ class DecoderConfig(DecoderShape):
     connection: ConnectionConfig = ConnectionConfig()
     placement: Placement = "pre"
 
+    @property
+    def relative_cost(self) -> float:
+        """Multiplications per example and block, for planning."""
+        return self.context * self.width * (12 * self.width + 2 * self.context)
+
 
 class CausalAttention(nn.Module):
     """Multi-head causal self-attention, [B, T, d] -> [B, T, d]."""
@@ -139,8 +144,8 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=self.config.init_std)
-            elif module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         scale = 1.0 if self.config.embedding == "unit" else 0.02
         nn.init.normal_(self.token_embedding.weight, std=scale)
         nn.init.normal_(self.position_embedding.weight, std=scale / 2)  # GPT-2's ratio
@@ -152,11 +157,6 @@ class Decoder(nn.Module):
     def stream_writers(self) -> list[nn.Linear]:
         """The matrices whose outputs join the stream: attention output and MLP down."""
         return [module.stream_writer for module in self.modules() if isinstance(module, CausalAttention | Mlp)]
-
-    def compile_blocks(self) -> None:
-        """Compile the block, not the model: all L blocks share one compilation."""
-        for block in self.blocks:
-            block.compile()
 
     def forward(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)

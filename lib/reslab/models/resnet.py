@@ -22,6 +22,11 @@ class ResNetConfig(Settings):
     classes: int = Field(ge=2)
     connection: ConnectionConfig = ConnectionConfig()
 
+    @property
+    def relative_cost(self) -> float:
+        """Multiplications per example and block, for planning; small convolutions run at a quarter of the speed."""
+        return 4 * 64 * 18 * self.channels**2
+
 
 def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
     return nn.Conv2d(channels_in, channels, 3, padding=1, bias=False)
@@ -61,13 +66,8 @@ class ResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            elif module is not self and hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-
-    def compile_blocks(self) -> None:
-        """Compile the block, not the model: all L blocks share one compilation."""
-        for block in self.blocks:
-            block.compile()
+            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
 
     def forward(self, images: Tensor) -> Tensor:
         stream = self.stem(images)
