@@ -16,9 +16,9 @@ import nbformat
 import psutil
 import pytest
 from nbformat import v4
+from ruamel.yaml import YAML
 
-from reslab import params, paths, workspace
-from reslab.schema import Settings
+from reslab import paths, workspace
 
 NOTEBOOK = "01_no_residual_collapse"
 FOREIGN = ("GIT_", "DVC_", "RESLAB_", "MAKE", "MFLAGS", "PYTEST_")
@@ -112,12 +112,19 @@ class Clone:
             with suppress(psutil.Error):
                 process.kill()
 
-    def change(self, old: str, new: str) -> None:
-        """Replace `old` by `new` in params.yaml, where it must stand once."""
+    def change(self, name: str, value: object) -> None:
+        """Set the parameter `name`, such as optimisation.steps, in params.yaml; None takes it out."""
         path = self.root / "params.yaml"
-        text = path.read_text()
-        assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in {text}"
-        path.write_text(text.replace(old, new))
+        content: Any = YAML(typ="safe", pure=True).load(path)
+        *sections, last = name.split(".")
+        section = content
+        for part in sections:
+            section = section[part]
+        if value is None:
+            del section[last]
+        else:
+            section[last] = value
+        YAML(typ="safe", pure=True).dump(content, path)
 
 
 def clone(root: Path, *, git: bool) -> Clone:
@@ -193,8 +200,3 @@ def wait_for(path: Path, seconds: float, process: subprocess.Popen[bytes], log: 
         assert process.poll() is None, f"ended with {process.returncode} before {path.name}: {log.read_text()}"
         assert time.monotonic() < deadline, f"no {path.name} after {seconds} s: {log.read_text()}"
         time.sleep(0.05)
-
-
-def values(root: Path) -> Settings:
-    """The clone's params.yaml, checked."""
-    return params.read(root / "params.yaml")

@@ -34,7 +34,7 @@ def test_failed_write_leaves_the_old_content(
 ) -> None:
     path = tmp_path / "a.json"
     files.write_atomic(path, b"old")
-    monkeypatch.setattr(files.os, "fsync", _failing(OSError(code, os.strerror(code))))
+    monkeypatch.setattr(os, "fsync", _failing(OSError(code, os.strerror(code))))
     with pytest.raises(UserError) as caught:
         files.write_atomic(path, b"new, longer than what fits")
     monkeypatch.undo()
@@ -47,7 +47,7 @@ def test_failed_write_leaves_the_old_content(
 
 
 def test_failed_first_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.os, "fsync", _failing(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(os, "fsync", _failing(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(UserError):
         files.write_atomic(tmp_path / "a.json", b"new")
     assert list(tmp_path.iterdir()) == []
@@ -56,7 +56,7 @@ def test_failed_first_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
 def test_interrupted_write_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.json"
     files.write_atomic(path, b"old")
-    monkeypatch.setattr(files.os, "fsync", _failing(KeyboardInterrupt()))
+    monkeypatch.setattr(os, "fsync", _failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         files.write_atomic(path, b"new")
     assert path.read_bytes() == b"old"
@@ -119,7 +119,7 @@ def test_publish_keeps_what_it_cannot_replace(tmp_path: Path, monkeypatch: pytes
             raise OSError(errno.ENOSPC, "No space left on device")
         original(handle)
 
-    monkeypatch.setattr(files.os, "fsync", second_fails)
+    monkeypatch.setattr(os, "fsync", second_fails)
     with pytest.raises(UserError):
         files.publish(sources, tmp_path / "figures")
     published = {path.name: path.read_bytes() for path in (tmp_path / "figures").iterdir()}

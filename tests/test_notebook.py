@@ -34,7 +34,11 @@ def _used() -> Any:
     used = copy.deepcopy(_bare())
     used.metadata = nbformat.from_dict(
         {
-            "kernelspec": {"name": "conda-env-mine-py", "display_name": "Python [conda env:mine]", "language": "python"},
+            "kernelspec": {
+                "name": "conda-env-mine-py",
+                "display_name": "Python [conda env:mine]",
+                "language": "python",
+            },
             "language_info": {"name": "python", "version": "3.12.1", "file_extension": ".py"},
             "toc-autonumbering": True,
         }

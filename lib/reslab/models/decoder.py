@@ -73,11 +73,10 @@ class CausalAttention(nn.Module):
         self.project = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, tokens, width = x.shape
-        packed = self.query_key_value(x).view(batch, tokens, 3, self.heads, width // self.heads)
-        query, key, value = packed.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, H, T, d/H]
+        packed = self.query_key_value(x).chunk(3, dim=-1)  # each [B, T, d]
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in packed)  # [B, H, T, d/H]
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        out: Tensor = self.project(mixed.transpose(1, 2).reshape(batch, tokens, width))
+        out: Tensor = self.project(mixed.transpose(1, 2).flatten(-2))
         return out
 
     @property
