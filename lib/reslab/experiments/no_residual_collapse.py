@@ -547,13 +547,15 @@ def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
 
 
 def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
+    settled: list[float] = []
     for weight in params.claims.no_residual_collapse.skips:
         series = [plotting.moving_average(record.train_loss, 20) for record in trained[skip_name(weight)]]
         plotting.seed_lines(axes, skip_name(weight), series)
+        settled += [value for values in series for value in values[len(values) // 5 :]]
     entropy = trained[skip_name(0)][0].context_free_loss
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
     axes.set(title="Training loss", xlabel="step", ylabel="nats per byte (mean of 20 steps)")
-    axes.set_ylim(top=entropy + 0.8)
+    axes.set_ylim(min(settled) - 0.1, max(*settled, entropy) + 0.3)
     axes.legend()
 
 

@@ -1,0 +1,56 @@
+"""What several test modules share: settings, a small text, a tiny run, a folder for run records."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from reslab import params, paths
+from reslab.data import VOCABULARY, CorpusConfig, TextConfig
+from reslab.models.decoder import DecoderConfig
+from reslab.training import Device, Optimisation, RunConfig
+
+WORDS = ("alpha", "beta", "gamma", "delta", "lambda", "omega")
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder that run records go to."""
+    folder = tmp_path / "runs"
+    monkeypatch.setattr(paths, "RUNS", folder)
+    return folder
+
+
+@pytest.fixture
+def smoke() -> params.Params:
+    return params.preset("smoke")
+
+
+@pytest.fixture
+def small_text(tmp_path: Path) -> TextConfig:
+    """Lines of six Greek letters' names in random order, about 40 kB."""
+    lines = np.random.default_rng(0).choice(WORDS, (1000, 7))
+    path = tmp_path / "small.txt"
+    path.write_text("\n".join(" ".join(line) for line in lines))
+    return TextConfig(corpus=CorpusConfig(source=str(path)), context=16, evaluation_windows=40)
+
+
+@pytest.fixture
+def tiny(small_text: TextConfig) -> RunConfig:
+    """Six steps of a decoder of two blocks: some hundredths of a second."""
+    return RunConfig(
+        task=small_text,
+        model=DecoderConfig(vocabulary=VOCABULARY, width=16, heads=2, context=16, depth=2, init_std=0.1),
+        optimisation=Optimisation(
+            batch=4, steps=6, warmup=0.1, final_rate=0.1, weight_decay=0.1, beta1=0.9, beta2=0.95, clip=1.0
+        ),
+        learning_rate=1e-2,
+        seed=0,
+        device=Device(),
+    )
