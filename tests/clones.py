@@ -36,12 +36,12 @@ class Clone:
     def runs(self) -> Path:
         return self.root / "runs"
 
-    def start(self, *command: str, cwd: Path | None = None, **variables: str) -> subprocess.Popen[bytes]:
+    def start(self, *command: str, **variables: str) -> subprocess.Popen[bytes]:
         """Start `command` in a session of its own, as from another terminal; output goes to the file `log`."""
         with self.log.open("wb") as log:
             return subprocess.Popen(
                 command,
-                cwd=cwd or self.root,
+                cwd=self.root,
                 env=self.environment | variables,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -220,6 +220,28 @@ def test_failed_pipeline_is_1_and_says_how_to_go_on(
     assert "git checkout -- figures" in said.err
 
 
+def test_failed_pipeline_in_a_tarball_does_not_send_the_user_to_git(
+    here: clones.Clone, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DVC deletes the figures before it runs a stage, and the runner may be killed before it can put them back."""
+    figure, copy = (here.root / folder / f"{clones.NOTEBOOK}.png" for folder in ("figures", "build/published"))
+
+    def fail(arguments: list[str]) -> int:
+        figure.unlink()
+        return 255
+
+    for path in (figure, copy):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"old")
+    monkeypatch.setattr("dvc.cli.main", fail)
+    try:
+        assert cli.main(["repro"]) == 1
+        assert figure.exists() or "git" not in capsys.readouterr().err
+    finally:
+        figure.unlink(missing_ok=True)
+        copy.unlink()
+
+
 def test_scoreboard_marks_smoke(here: clones.Clone, capsys: pytest.CaptureFixture[str]) -> None:
     check = claims.Check(
         sentence="A1",

@@ -40,7 +40,7 @@ def loss(model: Decoder) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
 
 
-def std(weight: Tensor) -> float:
+def deviation(weight: Tensor) -> float:
     return float(weight.detach().std())
 
 
@@ -139,10 +139,10 @@ def test_tied_head_is_the_embedding() -> None:
     assert tied.head.weight.data_ptr() == tied.token_embedding.weight.data_ptr()
     count = sum(p.numel() for p in free.parameters()) - sum(p.numel() for p in tied.parameters())
     assert count == 40 * 16
-    assert 0.017 < std(tied.head.weight) < 0.023
+    assert 0.017 < deviation(tied.head.weight) < 0.023
     tied.reset_parameters()
     assert tied.head.weight is tied.token_embedding.weight
-    assert 0.017 < std(tied.head.weight) < 0.023
+    assert 0.017 < deviation(tied.head.weight) < 0.023
 
 
 def test_tied_head_is_refused_with_unit_embedding() -> None:
@@ -159,17 +159,17 @@ def test_weights_survive_saving() -> None:
 
 # --- how the decoder starts -----------------------------------------------------------------------
 
-LARGE = {"width": 64, "depth": 8, "init_std": 0.07, "vocabulary": 256, "context": 64}
+LARGE: dict[str, Any] = {"width": 64, "depth": 8, "init_std": 0.07, "vocabulary": 256, "context": 64}
 
 
 def writers(model: Decoder) -> list[Tensor]:
     """Every matrix that writes to the stream, found without the model's help."""
-    return [m.weight for name, m in model.named_modules() if name.endswith((".project", ".down"))]  # type: ignore[misc]
+    return [m.weight for name, m in model.named_modules() if name.endswith((".project", ".down"))]
 
 
 def others(model: Decoder) -> list[Tensor]:
     """All other matrices of the blocks."""
-    return [m.weight for name, m in model.named_modules() if name.endswith((".query_key_value", ".up"))]  # type: ignore[misc]
+    return [m.weight for name, m in model.named_modules() if name.endswith((".query_key_value", ".up"))]
 
 
 @pytest.mark.parametrize(("weight_init", "scale"), [("depth_scaled", 1 / math.sqrt(2 * 8)), ("plain", 1.0)])
@@ -177,16 +177,16 @@ def test_depth_scaling_meets_the_stream_writers_alone(weight_init: str, scale: f
     model = decoder(**LARGE, weight_init=weight_init)
     assert len(writers(model)) == len(others(model)) == 2 * 8
     for weight in writers(model):
-        assert std(weight) == pytest.approx(0.07 * scale, rel=0.06)
+        assert deviation(weight) == pytest.approx(0.07 * scale, rel=0.06)
     for weight in [*others(model), model.head.weight]:
-        assert std(weight) == pytest.approx(0.07, rel=0.06)
+        assert deviation(weight) == pytest.approx(0.07, rel=0.06)
 
 
 @pytest.mark.parametrize(("embedding", "std"), [("unit", 1.0), ("gpt2", 0.02)])
 def test_embeddings_start_as_asked(embedding: str, std: float) -> None:
     model = decoder(**LARGE, embedding=embedding)
-    assert std(model.token_embedding.weight) == pytest.approx(std, rel=0.03)
-    assert std(model.position_embedding.weight) == pytest.approx(std / 2, rel=0.04)
+    assert deviation(model.token_embedding.weight) == pytest.approx(std, rel=0.03)
+    assert deviation(model.position_embedding.weight) == pytest.approx(std / 2, rel=0.04)
 
 
 def test_stream_writers_are_all_of_them() -> None:
@@ -300,7 +300,7 @@ def test_resnet_block_formula() -> None:
         model(images())
     block = model.blocks[0]
     x = seen[0]
-    first, second = block.branch[2], block.branch[5]  # type: ignore[index, union-attr]
+    first, second = block.branch[2], block.branch[5]  # type: ignore[index]
     scale = (1 + 1e-5) ** -0.5  # an untrained batch norm in evaluation mode
     update = second(first((x * scale).relu()).mul(scale).relu())  # type: ignore[operator]
     torch.testing.assert_close(seen[1], 0.3 * x + update)
@@ -309,7 +309,7 @@ def test_resnet_block_formula() -> None:
 def test_resnet_convolutions_start_he_normal() -> None:
     for module in resnet(depth=4).modules():
         if isinstance(module, nn.Conv2d) and module.in_channels > 1:
-            assert std(module.weight) == pytest.approx(math.sqrt(2 / (9 * module.in_channels)), rel=0.15)
+            assert deviation(module.weight) == pytest.approx(math.sqrt(2 / (9 * module.in_channels)), rel=0.15)
 
 
 @pytest.mark.parametrize(("kind", "weight"), KINDS[1:3])

@@ -1,5 +1,7 @@
 """params.yaml: what is refused, with which words, and that the presets and the shipped file agree."""
 
+import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +9,14 @@ import pytest
 
 from reslab import params, paths
 from reslab.schema import UserError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _composed_once() -> Iterator[None]:
+    """Hydra takes a fifth of a second for each composition."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(params, "_compose", functools.cache(params._compose))
+        yield
 
 
 def claim(**changed: Any) -> dict[str, Any]:

@@ -27,7 +27,6 @@ class Killed:
     finished: dict[str, int] = field(default_factory=dict)
     """Time stamps of the run records that were there a while after the kill."""
     left: list[str] = field(default_factory=list)
-    log: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,9 +56,21 @@ def _differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
-    """A git clone whose `reslab repro` was killed (kill -9) when some of its runs had finished."""
-    clone = clones.clone(tmp_path_factory.mktemp("git") / "project", git=True)
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[clones.Clone, clones.Clone]]:
+    """A git clone and an unpacked tarball of the same state of the project."""
+    made = (
+        clones.clone(tmp_path_factory.mktemp("git") / "project", git=True),
+        clones.clone(tmp_path_factory.mktemp("tarball") / "project", git=False),
+    )
+    yield made
+    for clone in made:
+        clone.end()
+
+
+@pytest.fixture(scope="module")
+def killed(pair: tuple[clones.Clone, clones.Clone]) -> Killed:
+    """The git clone, whose `reslab repro` was killed (kill -9) when some of its runs had finished."""
+    clone, _ = pair
     state = Killed(clone)
     process = clone.start(sys.executable, "-m", "reslab", "repro")
     deadline = time.monotonic() + 300
@@ -72,9 +83,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     state.left = clone.left_after(5)
     clone.end()
     state.finished = _stamps(clone)
-    state.log = clone.log.read_text()
-    yield state
-    clone.end()
+    return state
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +97,9 @@ def resumed(killed: Killed) -> Finished:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """An unpacked tarball in which `reslab repro --scale smoke` ran once, with run records of its own."""
-    clone = clones.clone(tmp_path_factory.mktemp("tarball") / "project", git=False)
+def undisturbed(pair: tuple[clones.Clone, clones.Clone]) -> Finished:
+    """The unpacked tarball, in which `reslab repro --scale smoke` ran once, with run records of its own."""
+    _, clone = pair
     (clone.root / "params.yaml").write_text("# not for this run\n")
     done = clone.reslab("repro", "--scale", "smoke", cwd=Path("/"))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -230,6 +239,6 @@ def test_damaged_run_records_are_trained_again(settled: clones.Clone, resumed: F
 def test_dvc_exp_run_composes_the_scale(settled: clones.Clone) -> None:
     settled.change("scale", "cpu")
     settled.change("optimisation.steps", 9999)
-    done = settled.dvc("exp", "run", "-S", "scale=smoke")
+    done = settled.dvc("exp", "run", "-S", "scale=smoke", CLEAN)
     assert done.returncode == 0, done.stdout + done.stderr
     assert params.read(settled.root / "params.yaml") == params.preset("smoke")

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from reslab import residuals
 from reslab.models.decoder import Decoder, DecoderConfig
-from reslab.residuals import Add, Connection, ConnectionConfig, ReZero, Residual, connect
+from reslab.residuals import Add, Connection, ConnectionConfig, Residual, ReZero, connect
 from reslab.schema import UserError
 from reslab.training import build, parameter_groups
 
@@ -158,7 +158,7 @@ def test_placement_is_where_the_norm_stands() -> None:
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (8,))
 
-    pre, post, none = (residual(placement, Add()) for placement in ("pre", "post", "none"))  # type: ignore[arg-type]
+    pre, post, none = residual("pre", Add()), residual("post", Add()), residual("none", Add())
     torch.testing.assert_close(pre(stream), stream + pre.branch(norm(stream)))
     torch.testing.assert_close(post(stream), norm(stream + post.branch(stream)))
     torch.testing.assert_close(none(stream), stream + none.branch(stream))
@@ -187,6 +187,7 @@ def test_new_kind_works_in_a_decoder(register: Register) -> None:
             return stream + update / 2
 
     halved = build(config("add"), 0)
+    assert isinstance(halved, Decoder)
     with torch.no_grad():
         for writer in halved.stream_writers():
             writer.weight /= 2

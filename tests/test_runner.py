@@ -375,6 +375,30 @@ def test_runner_ends_with_a_dvc_that_is_killed_while_it_still_imports(hanging: c
     assert hanging.left_after(5) == []
 
 
+SWEEP = """
+from reslab import params, sweep
+from reslab.experiments import no_residual_collapse as claim
+settings = params.load("smoke", {"optimisation": {"steps": 100000}})
+configs = [arm.at(1e-3, seed) for arm in claim.arms(settings) for seed in (0, 1)]
+sweep.run_all(configs, settings.execution, "sweep")
+"""
+
+
+def test_workers_end_with_a_sweep_that_is_killed_while_they_still_import(project: clones.Clone) -> None:
+    """As when the kernel runs out of memory, or is restarted in JupyterLab."""
+    process = project.start(sys.executable, "-c", SWEEP)
+    deadline = time.monotonic() + 120
+    while not any(map(_imports_torch, psutil.Process(process.pid).children(recursive=True))):
+        assert process.poll() is None, project.log.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    left = project.left_after(5)
+    project.end()
+    assert left == []
+
+
 def _imports_torch(process: psutil.Process) -> bool:
     with suppress(psutil.Error):
         return any("libtorch" in area.path for area in process.memory_maps())

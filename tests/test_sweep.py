@@ -160,7 +160,7 @@ def test_name_changes_with_nested_values(tiny: RunConfig) -> None:
     recipe = tiny.optimisation.model_copy(update={"clip": 1.5})
     assert isinstance(tiny.task, data.TextConfig)
     task = tiny.task.model_copy(update={"corpus": CorpusConfig(source="pandas")})
-    changed = [{"optimisation": recipe}, {"task": task}, {"model": of_depth(tiny, 3).model}]
+    changed: list[dict[str, Any]] = [{"optimisation": recipe}, {"task": task}, {"model": of_depth(tiny, 3).model}]
     names = {run_name(tiny.model_copy(update=change)) for change in changed}
     assert len(names | {run_name(tiny)}) == 4
 
@@ -254,7 +254,7 @@ def test_full_disk_is_a_user_error_and_leaves_no_part(
 ) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full_disk)
-        with pytest.raises(UserError, match="No space left on device.*free some space and run again"):
+        with pytest.raises(UserError, match=r"No space left on device.*free some space and run again"):
             run_all([tiny], ALONE, "")
     assert list(runs.iterdir()) == []
 
@@ -280,7 +280,7 @@ def test_read_only_disk_is_told_before_training(
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(Path, "write_bytes", read_only)
-    with pytest.raises(UserError, match="cannot write here .Read-only file system"):
+    with pytest.raises(UserError, match=r"cannot write here .Read-only file system"):
         run_all([tiny], ALONE, "")
     assert trained == []
 
@@ -319,7 +319,7 @@ def test_wrong_scheduler_address_is_refused(address: str) -> None:
 def test_unreachable_scheduler_is_a_user_error(tiny: RunConfig, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = distributed.Client
     monkeypatch.setattr(distributed, "Client", lambda address, timeout: plain(address, timeout="200ms"))
-    with pytest.raises(UserError, match="no Dask scheduler answers at tcp://127.0.0.1:9 .*set it to local"):
+    with pytest.raises(UserError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9 .*set it to local"):
         run_all([tiny], Execution(workers=1, scheduler="tcp://127.0.0.1:9"), "")
 
 

@@ -18,7 +18,17 @@ from reslab.models.decoder import Block, DecoderConfig
 from reslab.models.resnet import ResNetConfig
 from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from reslab.training import Device, Optimisation, RunConfig, RunRecord, build, evaluate, parameter_groups, schedule, train
+from reslab.training import (
+    Device,
+    Optimisation,
+    RunConfig,
+    RunRecord,
+    build,
+    evaluate,
+    parameter_groups,
+    schedule,
+    train,
+)
 
 
 def with_model(config: RunConfig, **changed: Any) -> RunConfig:
@@ -273,7 +283,7 @@ def test_shortest_context_that_is_accepted_trains(tiny: RunConfig) -> None:
 
 def test_missing_cuda_is_a_user_error(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="device.kind: cuda asked for, but PyTorch finds no CUDA device"):
+    with pytest.raises(UserError, match=r"device\.kind: cuda asked for, but PyTorch finds no CUDA device"):
         train(at(tiny, device=Device(kind="cuda")))
 
 

@@ -15,13 +15,13 @@ __all__ = ["COLOURS", "colour", "figure", "moving_average", "save", "seed_lines"
 _PALETTE = sns.color_palette("colorblind", 10)
 COLOURS = {
     "skip 0": _PALETTE[3],
-    "skip 0.1": _PALETTE[6],
-    "skip 0.3": _PALETTE[2],
+    "skip 0.1": _PALETTE[1],
+    "skip 0.3": _PALETTE[9],
     "skip 1": _PALETTE[0],
     "no skip": _PALETTE[3],
     "Pre-LN": _PALETTE[0],
     "Post-LN": _PALETTE[4],
-    "ReZero": _PALETTE[5],
+    "ReZero": _PALETTE[2],
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method."""

@@ -108,7 +108,7 @@ def display() -> Display:
 class Progress:
     """Work done, time left and a note, shown at each `update`. A context manager.
 
-    Time left is the time taken so far, times the share of work that is left.
+    Time left is told from the pace so far, once a twentieth of the work is done.
     """
 
     def __init__(self, label: str, work: float) -> None:
@@ -125,11 +125,11 @@ class Progress:
     def update(self, done: float, note: str) -> None:
         fraction = min(1.0, done / self.work) if self.work else 1.0
         elapsed = time.monotonic() - self.started
-        left = elapsed * (1 - fraction) / fraction if fraction > 0 else None
+        left = elapsed * (1 - fraction) / fraction if fraction > 0.05 else None
         self.display.show(fraction, f"{self.label}: {note}, {_duration(left)}")
 
 
 def _duration(seconds: float | None) -> str:
     if seconds is None:
-        return "time left unknown"
+        return "time left not known yet"
     return f"{seconds / 60:.0f} min left" if seconds >= 90 else f"{seconds:.0f} s left"

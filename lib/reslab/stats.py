@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from reslab.schema import Settings
 
@@ -45,7 +45,7 @@ def mean_of(values: Sequence[float]) -> Estimate:
     n, mean = len(values), float(np.mean(values))
     if n == 1:
         return Estimate(value=_rounded(mean), low=None, high=None, n=1)
-    half = float(stats.t.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
+    half = float(stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))
     return Estimate(value=_rounded(mean), low=_rounded(mean - half), high=_rounded(mean + half), n=n)
 
 

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from pydantic import Field, field_validator
 
-from reslab import collapse, data, plotting
+from reslab import collapse, data
 from reslab.claims import Check, Published, Question, criteria_model, judge
 from reslab.comparison import Arm, Runs, choose_rates, train_arms
 from reslab.models.decoder import DecoderConfig
@@ -384,7 +382,7 @@ def runs(params: Params, chosen: pd.DataFrame) -> Runs:
 # --- checks on trained arms -----------------------------------------------------------------------
 
 
-def _guess_losses(record: RunRecord) -> list[float]:
+def guess_losses(record: RunRecord) -> list[float]:
     """Loss of the best context-free guess on the very batches a text run was trained on, step by step.
 
     The noise-matched control: whatever this series shows comes from the batches, not from the model.
@@ -396,7 +394,7 @@ def _guess_losses(record: RunRecord) -> list[float]:
     return [float(-logs[task.batch(config.seed, s, config.optimisation.batch)[1].numpy()].mean()) for s in steps]
 
 
-def _last_half(series: Sequence[float]) -> Sequence[float]:
+def plateau(series: Sequence[float]) -> Sequence[float]:
     """The plateau: the second half of the steps."""
     return series[len(series) // 2 :]
 
@@ -414,7 +412,7 @@ def _gradient_passed(records: list[RunRecord]) -> list[float]:
     return [math.log10(max(norm[0] / norm[-1], float(np.finfo(np.float32).eps))) for norm in norms]
 
 
-def _test(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
+def held_out(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
     return [getattr(record, measure) for record in records]
 
 
@@ -422,15 +420,15 @@ def checks_loss(params: Params, trained: Runs) -> list[Check]:
     """Sentences A1 and A1r: what the losses do."""
     none, full = trained[skip_name(0)], trained[skip_name(1)]
     shrunk = params.claims.no_residual_collapse.skips[1]
-    nets = {weight: _test(trained[resnet_name(weight)], "test_accuracy") for weight in (0, shrunk, 1)}
+    nets = {weight: held_out(trained[resnet_name(weight)], "test_accuracy") for weight in (0, shrunk, 1)}
     commonest = [_most_common_byte_accuracy(record) for record in none]
     return _judged(
         params,
         never_diverges=deterministic(sum(record.outcome == "diverged" for record in none)),
-        loss_falls=mean_of([r.train_loss[0] - float(np.mean(_last_half(r.train_loss))) for r in none]),
-        near_context_free=paired_difference(_test(none), [record.context_free_loss for record in none]),
-        above_guessing=paired_difference(_test(none, "test_accuracy"), commonest),
-        loss_gap=paired_difference(_test(none), _test(full)),
+        loss_falls=mean_of([r.train_loss[0] - float(np.mean(plateau(r.train_loss))) for r in none]),
+        near_context_free=paired_difference(held_out(none), [record.context_free_loss for record in none]),
+        above_guessing=paired_difference(held_out(none, "test_accuracy"), commonest),
+        loss_gap=paired_difference(held_out(none), held_out(full)),
         resnet_learns=mean_of(nets[1]),
         resnet_removed=paired_difference(nets[1], nets[0]),
         resnet_shrunk=paired_difference(nets[1], nets[shrunk]),
@@ -464,9 +462,9 @@ def checks_stream(params: Params, trained: Runs) -> list[Check]:
 def checks_oscillation(params: Params, trained: Runs) -> list[Check]:
     """Sentence A3.2: is the plateau an oscillation, and do the layers cause it?"""
     none, full = trained[skip_name(0)], trained[skip_name(1)]
-    plateaus = [_last_half(record.train_loss) for record in none]
-    guesses = [_last_half(_guess_losses(record)) for record in none]
-    calm = [_last_half(record.train_loss) for record in full]
+    plateaus = [plateau(record.train_loss) for record in none]
+    guesses = [plateau(guess_losses(record)) for record in none]
+    calm = [plateau(record.train_loss) for record in full]
     shift = [[float(np.mean(r.profile_after["mean_shift"])) for r in records] for records in (none, full)]
     return _judged(
         params,
@@ -524,97 +522,3 @@ def published(checks: Sequence[Check]) -> list[Published]:
             source="He et al. 2016, arXiv 1603.05027, table 1",
         ),
     ]
-
-
-# --- figure ---------------------------------------------------------------------------------------
-
-
-def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
-    """The claim in six panels."""
-    with plotting.figure(2, 3) as (drawn, axes):
-        _draw_losses(axes[0], params, trained)
-        _draw_test_losses(axes[1], params, trained)
-        _draw_plateau(axes[2], trained)
-        _draw_initial_cosine(axes[3], profiles)
-        _draw_by_block(axes[4], trained, "token_cosine", "Trained: the tokens become alike", "token cosine")
-        _draw_by_block(
-            axes[5], trained, "gradient_norm", "Trained: gradients do not pass", "gradient norm of the stream"
-        )
-        axes[5].set_yscale("log")
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    return drawn
-
-
-def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
-    settled: list[float] = []
-    for weight in params.claims.no_residual_collapse.skips:
-        series = [plotting.moving_average(record.train_loss, 20) for record in trained[skip_name(weight)]]
-        plotting.seed_lines(axes, skip_name(weight), series)
-        settled += [value for values in series for value in values[len(values) // 5 :]]
-    entropy = trained[skip_name(0)][0].context_free_loss
-    axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
-    axes.set(title="Training loss", xlabel="step", ylabel="nats per byte (mean of 20 steps)")
-    axes.set_ylim(min(settled) - 0.1, max(*settled, entropy) + 0.3)
-    axes.legend()
-
-
-def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
-    skips = params.claims.no_residual_collapse.skips
-    for at, weight in enumerate(skips):
-        losses = _test(trained[skip_name(weight)])
-        mean = mean_of(losses)
-        colour = plotting.colour(skip_name(weight))
-        if mean.low is not None and mean.high is not None:
-            axes.plot([at, at], [mean.low, mean.high], color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
-        axes.plot([at] * len(losses), losses, "o", color=colour, markersize=4)
-    entropy = trained[skip_name(0)][0].context_free_loss
-    axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":")
-    axes.set_xticks(range(len(skips)), [f"{weight:g}" for weight in skips])
-    axes.set(
-        title="Held-out loss (seeds, 95 % interval)",
-        xlabel="weight of the skip",
-        ylabel="nats per byte (test)",
-    )
-
-
-def _draw_plateau(axes: Axes, trained: Runs) -> None:
-    record = trained[skip_name(0)][0]
-    plateau, guess = _last_half(record.train_loss), _last_half(_guess_losses(record))
-    steps = range(len(record.train_loss) - len(plateau), len(record.train_loss))
-    axes.plot(
-        steps,
-        guess,
-        color=plotting.COLOURS["control"],
-        linewidth=3,
-        alpha=0.4,
-        label="best context-free guess",
-    )
-    axes.plot(steps, plateau, color=plotting.COLOURS["skip 0"], linewidth=0.8, label="skip 0 on the same batches")
-    axes.set(title="Plateau of skip 0 against its batches", xlabel="step", ylabel="nats per byte")
-    axes.legend()
-
-
-def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
-    for arm in [arm for arm in INITIAL_ARMS if arm in plotting.COLOURS]:
-        chosen = profiles[profiles["arm"] == arm]
-        axes.plot(chosen["depth"], chosen["token_cosine"], ".", color=plotting.COLOURS[arm], alpha=0.4)
-        mean = chosen.groupby("depth")["token_cosine"].mean()
-        axes.plot(mean.index, mean.to_numpy(), color=plotting.COLOURS[arm], label=arm)
-    depths = sorted(profiles["depth"].unique())
-    axes.set_xticks(depths, [str(depth) for depth in depths])
-    axes.set(
-        title="Untrained: are the tokens alike?", xlabel="depth (blocks)", ylabel="token cosine after the last block"
-    )
-    axes.legend()
-
-
-def _draw_by_block(axes: Axes, trained: Runs, measure: str, title: str, label: str) -> None:
-    for name in (skip_name(0), skip_name(1)):
-        plotting.seed_lines(axes, name, [record.profile_after[measure] for record in trained[name]])
-        before = [record.profile_before[measure] for record in trained[name]]
-        plotting.seed_lines(axes, name, before, style="--", label=False)
-    axes.plot([], [], color="black", label="trained")
-    axes.plot([], [], color="black", linestyle="--", label="untrained")
-    axes.set(title=title, xlabel="after block (0: embedding)", ylabel=label)
-    axes.legend()

@@ -1,0 +1,103 @@
+"""Claim 01's checks, on runs that were trained and on runs that diverged."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pandas as pd
+import pytest
+from matplotlib import pyplot as plt
+
+from reslab import params, paths
+from reslab.claims import Check
+from reslab.comparison import Runs
+from reslab.experiments import no_residual_collapse as claim
+from reslab.params import Params
+from reslab.schema import UserError
+from reslab.training import RunRecord
+
+TRAINED = (claim.checks_loss, claim.checks_stream, claim.checks_oscillation)
+
+
+@pytest.fixture(scope="module")
+def settings() -> Params:
+    """Smoke scale, trained in this process."""
+    return params.load("smoke", {"execution": {"workers": 1}})
+
+
+@pytest.fixture(scope="module")
+def trained_once(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    names = [arm.name for arm in claim.arms(settings)]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
+        return claim.runs(settings, pd.DataFrame({"arm": names, "rate": 3e-3, "chosen": True}))
+
+
+@pytest.fixture
+def trained(trained_once: Runs) -> Runs:
+    """A copy that a test may change."""
+    return {name: list(records) for name, records in trained_once.items()}
+
+
+def diverged(record: RunRecord) -> RunRecord:
+    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
+    shorter = {"train_loss": record.train_loss[:3], "gradient_norm": record.gradient_norm[:3], "profile_after": {}}
+    return record.model_copy(update=lost | shorter)
+
+
+def all_checks(settings: Params, trained: Runs) -> list[Check]:
+    return [check for checks in TRAINED for check in checks(settings, trained)]
+
+
+def test_every_question_is_answered_once(settings: Params, trained: Runs) -> None:
+    initial = claim.checks_initial(settings, claim.initial_profiles(settings))
+    names = [check.name for check in [*initial, *all_checks(settings, trained)]]
+    assert sorted(names) == sorted(claim.QUESTIONS)
+    assert claim.KEY in names
+    assert next(check for check in initial if check.name == "cosine_rezero").outcome == "holds"
+
+
+def test_arms_share_their_seeds(settings: Params, trained: Runs) -> None:
+    assert list(trained) == ["skip 0", "skip 0.3", "skip 1", "ResNet skip 0", "ResNet skip 0.3", "ResNet skip 1"]
+    assert all([record.config.seed for record in records] == [0, 1] for records in trained.values())
+
+
+@pytest.mark.parametrize("arm", ["skip 0", "skip 1", "ResNet skip 0.3"])
+@pytest.mark.parametrize("checks", TRAINED, ids=lambda checks: checks.__name__)
+def test_diverged_run_is_an_outcome(
+    settings: Params, trained: Runs, arm: str, checks: Callable[[Params, Runs], list[Check]]
+) -> None:
+    """A claim that says "the loss does not blow up" must be able to find that it did."""
+    trained[arm][0] = diverged(trained[arm][0])
+    found = {check.name: check.outcome for check in checks(settings, trained)}
+    if "never_diverges" in found:
+        assert found["never_diverges"] == ("fails" if arm == "skip 0" else "holds")
+
+
+@pytest.mark.parametrize("arm", ["skip 0", "skip 1"])
+def test_diverged_run_is_drawn(settings: Params, trained: Runs, arm: str) -> None:
+    trained[arm][0] = diverged(trained[arm][0])
+    plt.close(claim.draw(settings, claim.initial_profiles(settings), trained))
+
+
+def test_runs_of_one_step_are_judged_unless_refused(settings: Params, trained: Runs) -> None:
+    """A plateau of one value has no spread and no frequency."""
+    try:
+        params.load("smoke", {"optimisation": {"steps": 1}})
+    except UserError:
+        return
+    for name, records in trained.items():
+        trained[name] = [record.model_copy(update={"train_loss": record.train_loss[:1]}) for record in records]
+    assert claim.checks_oscillation(settings, trained)
+
+
+@pytest.mark.parametrize("scale", ["cpu", "gpu"])
+def test_gradients_are_finite_at_the_depths_of_every_scale(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without skips and norms the stream grows to 1e9 in 64 blocks, which attention must bear."""
+    settings = params.preset(scale)
+    section = settings.claims.no_residual_collapse
+    exact = section.exact.model_copy(update={"seeds": 1, "depths": section.exact.depths[-1:]})
+    claims = settings.claims.model_copy(update={"no_residual_collapse": section.model_copy(update={"exact": exact})})
+    monkeypatch.setattr(claim, "INITIAL_ARMS", {"no skip, no norm": ("none", "none")})
+    profiles = claim.initial_profiles(settings.model_copy(update={"claims": claims}))
+    assert all(math.isfinite(value) for value in profiles["gradient_slope"])

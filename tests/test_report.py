@@ -1,0 +1,195 @@
+"""The scoreboard and the sentences it refers to."""
+
+import ast
+import csv
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reslab import claims, notebook, paths, report
+from reslab.claims import Check, Criterion, Published, Record, Role
+from reslab.schema import UserError
+from reslab.stats import Estimate
+
+NAME = "01_no_residual_collapse"
+
+
+def check(name: str = "loss_gap", sentence: str = "A1", role: Role = "trained", **changed: Any) -> Check:
+    content: dict[str, Any] = {
+        "sentence": sentence,
+        "name": name,
+        "statement": f"statement of {name}",
+        "role": role,
+        "unit": "nats",
+        "estimate": Estimate(value=0.512, low=0.4, high=0.6, n=3),
+        "criterion": Criterion(above=0.3),
+        "outcome": "holds",
+    }
+    return Check(**content | changed)
+
+
+def record(*checks: Check, scale: str = "cpu", claim: str = NAME) -> Record:
+    return Record(
+        claim=claim,
+        title="It collapses",
+        statement="Without skips it collapses.",
+        scale=scale,
+        verdict="supported",
+        because="1 of 1 checks hold",
+        key="loss_gap",
+        checks=checks or (check(), check("same", "A2.1", "control", outcome="undecided")),
+        published=(Published(what="exponent", published="3", ours="2.98", source="a paper"),),
+        arms={},
+        provenance={},
+    )
+
+
+@pytest.fixture
+def figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(paths, "FIGURES", tmp_path)
+    monkeypatch.setattr(notebook, "names", lambda: [NAME, "02_pre_and_post", "03_rezero"])
+    return tmp_path
+
+
+def tables(markdown: str) -> list[list[list[str]]]:
+    """The cells of every table; a backslash escapes a bar."""
+    found: list[list[list[str]]] = []
+    lines = ["", *markdown.splitlines()]
+    for before, line in pairwise(lines):
+        if line.startswith("|"):
+            if not before.startswith("|"):
+                found.append([])
+            cells = line.replace("\\|", "&#124;").strip("|").split("|")
+            found[-1].append([cell.strip() for cell in cells])
+    return found
+
+
+# --- sentences ------------------------------------------------------------------------------------
+
+
+def test_sentences_are_those_of_the_document() -> None:
+    sentences = report.sentences()
+    assert {"A1", "A1r", "A2.1", "A3.1h", "A4.2c", "A7", "B2a", "B8"} <= sentences.keys()
+    assert sentences["A3.1h"].startswith("Attention outputs stay in the convex hull of the values")
+    rows = [
+        line for line in (paths.ROOT / "docs/claims.md").read_text().splitlines() if line.startswith(("| A", "| B"))
+    ]
+    assert len(sentences) == len(rows)
+    assert not {"id", "---"} & sentences.keys()
+
+
+def questions() -> list[tuple[str, str]]:
+    """Sentence id and module of every `Question` in the experiments' sources."""
+    found = []
+    for path in sorted((paths.ROOT / "lib/reslab/experiments").glob("[!_]*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Question":
+                sentence = node.args[0] if node.args else next(k.value for k in node.keywords if k.arg == "sentence")
+                found.append((ast.literal_eval(sentence), path.stem))
+    return found
+
+
+def test_every_check_tests_a_sentence_of_the_document() -> None:
+    assert questions()
+    assert {sentence for sentence, _ in questions()} - report.sentences().keys() == set()
+
+
+def test_every_sentence_has_a_check_in_its_notebook() -> None:
+    lines = [line.strip("|").split("|") for line in (paths.ROOT / "docs/claims.md").read_text().splitlines()]
+    wanted = {(row[0].strip(), number.strip()) for row in lines if len(row) == 3 for number in row[2].split(",")}
+    for name in notebook.names():
+        number, module = name.split("_", 1)
+        tested = {sentence for sentence, stem in questions() if stem == module}
+        assert {sentence for sentence, where in wanted if where == number} <= tested
+
+
+# --- the scoreboard -------------------------------------------------------------------------------
+
+
+def test_no_record_is_a_user_error(figures: Path) -> None:
+    for call in (report.write, report.scoreboard):
+        with pytest.raises(UserError, match="no claim has been run yet; run `make repro` or `dvc repro`"):
+            call()
+    assert list(figures.iterdir()) == []
+
+
+def test_report_is_written(figures: Path) -> None:
+    claims.write(record(), figures)
+    report.write()
+    assert {path.name for path in figures.iterdir()} == {f"{NAME}.json", "README.md", "claims.csv"}
+    board, checks, published, sentences = tables((figures / "README.md").read_text())
+    assert board[2] == [
+        "It collapses",
+        "**supported**",
+        "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats",
+        f"[{NAME}.png]({NAME}.png)",
+    ]
+    assert checks[2] == ["A1", "statement of loss_gap", "0.512 [0.4, 0.6] (n=3)", "nats", "above 0.3", "holds"]
+    assert checks[3][0] == "A2.1 (control)"
+    assert published[2] == ["exponent", "3", "2.98", "a paper"]
+    assert sentences[2][0] == "A1"
+    assert sentences[2][2] == "1 holds"
+    assert sentences[2][1] == report.sentences()["A1"]
+
+
+def test_csv_has_a_row_for_each_check(figures: Path) -> None:
+    claims.write(record(), figures)
+    report.write()
+    with (figures / "claims.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["claim"], row["check"], row["role"], row["outcome"]) for row in rows] == [
+        (NAME, "loss_gap", "trained", "holds"),
+        (NAME, "same", "control", "undecided"),
+    ]
+    assert (rows[0]["estimate"], rows[0]["low"], rows[0]["high"], rows[0]["n"]) == ("0.512", "0.4", "0.6", "3")
+    assert (rows[0]["above"], rows[0]["below"]) == ("0.3", "")
+
+
+def test_report_is_the_same_on_a_rerun(figures: Path) -> None:
+    claims.write(record(), figures)
+    report.write()
+    first = {path.name: path.read_bytes() for path in figures.iterdir()}
+    report.write()
+    assert {path.name: path.read_bytes() for path in figures.iterdir()} == first
+
+
+def test_claims_come_in_the_order_of_their_notebooks(figures: Path) -> None:
+    for claim in ("03_rezero", NAME):
+        claims.write(record(claim=claim), figures)
+    board = report.scoreboard()
+    assert board.index(NAME) < board.index("03_rezero")
+    assert "02_pre_and_post" not in board
+
+
+def test_smoke_is_marked(figures: Path) -> None:
+    claims.write(record(scale="smoke"), figures)
+    report.write()
+    assert "**supported (smoke: not meaningful)**" in (figures / "README.md").read_text()
+    assert f"{NAME}  supported (smoke: not meaningful)" in report.scoreboard()
+    claims.write(record(scale="cpu"), figures)
+    assert "(smoke" not in report.scoreboard()
+
+
+def test_scoreboard_shows_verdict_key_number_and_reason(figures: Path) -> None:
+    claims.write(record(), figures)
+    lines = [line.strip() for line in report.scoreboard().splitlines()]
+    assert lines[:3] == [
+        f"{NAME}  supported",
+        "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats",
+        "1 of 1 checks hold",
+    ]
+
+
+def test_bars_in_a_cell_do_not_split_it(figures: Path) -> None:
+    claims.write(record(check(unit="|ln factor| per block", statement="|g| passes")), figures)
+    report.write()
+    for table in tables((figures / "README.md").read_text()):
+        assert {len(row) for row in table} == {len(table[0])}
+
+
+def test_check_of_an_unknown_sentence_is_named(figures: Path) -> None:
+    claims.write(record(check(sentence="A99")), figures)
+    with pytest.raises(UserError, match="A99"):
+        report.write()

@@ -1,0 +1,124 @@
+"""Estimates: Student's interval, and measures of oscillation against series whose answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+
+from reslab.stats import (
+    Estimate,
+    deterministic,
+    detrended,
+    fisher_g,
+    mean_of,
+    paired_difference,
+    unexplained_share,
+)
+
+VALUES = [2.31, 2.45, 2.38, 2.29, 2.52]
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_interval_is_students(n: int) -> None:
+    values = VALUES[:n]
+    found = mean_of(values)
+    low, high = scipy_stats.t.interval(0.95, n - 1, loc=np.mean(values), scale=scipy_stats.sem(values))
+    assert found.n == n
+    assert (found.value, found.low, found.high) == pytest.approx((np.mean(values), low, high), rel=1e-5)
+
+
+def test_interval_covers_the_mean_as_often_as_it_says() -> None:
+    draws = np.random.default_rng(0).normal(1.5, 2, (1000, 3))
+    intervals = [mean_of(row) for row in draws.tolist()]
+    covered = sum(i.low < 1.5 < i.high for i in intervals if i.low is not None and i.high is not None)
+    assert 0.93 < covered / 1000 < 0.97
+
+
+def test_one_value_has_no_interval() -> None:
+    assert mean_of([2.5]) == Estimate(value=2.5, low=None, high=None, n=1)
+    assert str(mean_of([2.5])) == "2.5 (n=1, no interval)"
+
+
+def test_estimate_is_written_with_interval_and_n() -> None:
+    assert str(Estimate(value=0.12345, low=0.1, high=0.15, n=3)) == "0.123 [0.1, 0.15] (n=3)"
+
+
+@pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
+def test_mean_of_what_is_not_finite_is_refused(values: list[float]) -> None:
+    with pytest.raises(ValueError, match="finite values"):
+        mean_of(values)
+
+
+def test_equal_values_have_a_point_for_an_interval() -> None:
+    found = mean_of([0.5, 0.5, 0.5])
+    assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_difference_is_paired() -> None:
+    """Seeds differ much more than arms do: pairing takes that out."""
+    ours, theirs = [1.1, 5.2, 9.3], [1.0, 5.0, 9.0]
+    found = paired_difference(ours, theirs)
+    test = scipy_stats.ttest_rel(ours, theirs).confidence_interval()
+    assert (found.value, found.low, found.high) == pytest.approx((0.2, test.low, test.high), rel=1e-5)
+    assert paired_difference(theirs, ours).value == -found.value
+
+
+def test_difference_of_unequal_numbers_is_refused() -> None:
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([1.0, 2.0], [1.0])
+
+
+def test_deterministic_value_is_a_point() -> None:
+    assert deterministic(3) == Estimate(value=3, low=3, high=3, n=1)
+
+
+def test_estimates_have_six_digits() -> None:
+    assert mean_of([1 / 3]).value == 0.333333
+    assert deterministic(1e6 / 3).value == 333333.0
+
+
+# --- oscillation ----------------------------------------------------------------------------------
+
+TIME = np.arange(200)
+
+
+def noise(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=200)
+
+
+def test_detrending_takes_the_line_out() -> None:
+    np.testing.assert_allclose(detrended(list(3 - 0.5 * TIME)), 0, atol=1e-10)
+    wave = np.sin(2 * np.pi * TIME / 10)
+    np.testing.assert_allclose(detrended(list(wave + 3 - 0.5 * TIME)), detrended(list(wave)), atol=1e-10)
+
+
+def test_sine_has_all_its_power_at_one_frequency() -> None:
+    assert fisher_g(list(np.sin(2 * np.pi * TIME / 10))) > 0.99
+    assert fisher_g(list(np.sin(2 * np.pi * TIME / 10) + 0.1 * TIME)) > 0.99
+
+
+def test_two_sines_share_the_power() -> None:
+    both = np.sin(2 * np.pi * TIME / 10) + np.sin(2 * np.pi * TIME / 4)
+    assert fisher_g(list(both)) == pytest.approx(0.5, abs=0.02)
+
+
+def test_noise_has_power_at_all_frequencies() -> None:
+    found = [fisher_g(list(noise(seed))) for seed in range(20)]
+    assert np.mean(found) == pytest.approx(math.log(100) / 100, rel=0.35)
+    assert max(found) < 0.12
+
+
+def test_series_explains_itself() -> None:
+    series = list(noise(0))
+    assert unexplained_share(series, series) == pytest.approx(0, abs=1e-12)
+    assert unexplained_share(list(2 - 3 * noise(0) + 0.1 * TIME), series) == pytest.approx(0, abs=1e-12)
+
+
+def test_unrelated_series_explains_nothing() -> None:
+    assert unexplained_share(list(noise(0)), list(noise(1))) > 0.95
+
+
+def test_half_of_the_variance_is_explained() -> None:
+    half = noise(0) + noise(1)
+    assert unexplained_share(list(half), list(noise(0))) == pytest.approx(0.5, abs=0.1)
