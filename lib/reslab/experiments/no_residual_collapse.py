@@ -231,7 +231,7 @@ def initial_profiles(params: Params) -> pd.DataFrame:
     rows = []
     for depth in exact.depths:
         for seed in range(exact.seeds):
-            tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, data.VOCABULARY, (2, exact.tokens + 1)))
+            tokens = torch.from_numpy(np.random.default_rng(seed).integers(0, data.VOCABULARY, (1, exact.tokens + 1)))
             for arm, (kind, placement) in INITIAL_ARMS.items():
                 config = DecoderConfig(
                     width=exact.width,
@@ -365,7 +365,7 @@ def resnet_arm(params: Params, weight: float) -> Arm:
 
 def arms(params: Params) -> list[Arm]:
     skips = params.claims.no_residual_collapse.skips
-    return [decoder_arm(params, w) for w in skips] + [resnet_arm(params, w) for w in skips]
+    return [decoder_arm(params, w) for w in skips] + [resnet_arm(params, w) for w in (skips[0], skips[1], skips[-1])]
 
 
 def rates(params: Params) -> pd.DataFrame:

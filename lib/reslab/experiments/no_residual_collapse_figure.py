@@ -14,9 +14,9 @@ from reslab.experiments.no_residual_collapse import (
     INITIAL_ARMS,
     TITLE,
     guess_losses,
+    held_out,
     plateau,
     skip_name,
-    held_out,
 )
 from reslab.stats import mean_of
 
