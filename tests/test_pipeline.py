@@ -74,7 +74,7 @@ def killed(pair: tuple[clones.Clone, clones.Clone]) -> Killed:
     state = Killed(clone)
     process = clone.start(sys.executable, "-m", "reslab", "repro")
     deadline = time.monotonic() + 300
-    while len(_stamps(clone)) < 3:
+    while len(_stamps(clone)) < 2:
         assert process.poll() is None, clone.log.read_text()
         assert time.monotonic() < deadline, clone.log.read_text()
         time.sleep(0.01)
@@ -116,7 +116,7 @@ def test_killed_pipeline_leaves_no_process(killed: Killed) -> None:
 
 def test_resumed_pipeline_keeps_the_finished_runs(killed: Killed, resumed: Finished) -> None:
     after = _stamps(resumed.clone)
-    assert 3 <= len(killed.finished) < len(after), "it was killed in the middle of its sweep"
+    assert 2 <= len(killed.finished) < len(after), "it was killed in the middle of its sweep"
     assert {name: after.get(name) for name in killed.finished} == killed.finished
 
 

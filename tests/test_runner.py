@@ -145,8 +145,17 @@ def _outputs(project: clones.Clone) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clones.Clone]:
-    """A git clone whose only notebook is the tiny one, last saved in a conda environment that is not there."""
+    """A git clone whose only notebook is the tiny one, last saved in a conda environment that is not there.
+
+    The user's own `python3` kernel is one of another environment, as `ipykernel install --user` leaves it.
+    """
     made = clones.clone(tmp_path_factory.mktemp("runner") / "project", git=True)
+    users = tmp_path_factory.mktemp("jupyter")
+    specification = users / "kernels" / "python3" / "kernel.json"
+    specification.parent.mkdir(parents=True)
+    foreign = {"argv": ["/conda/envs/gone/bin/python", "-f", "{connection_file}"], "display_name": "Python 3"}
+    specification.write_text(json.dumps(foreign | {"language": "python"}))
+    made.environment.update(JUPYTER_DATA_DIR=str(users), JUPYTER_PREFER_ENV_PATH="0")
     for path in (made.root / "notebooks").iterdir():
         path.unlink()
     _write(made, WHOLE, kernel="conda-env-mine-py")
