@@ -12,6 +12,7 @@ from reslab import params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
 from reslab.experiments import no_residual_collapse as claim
+from reslab.experiments import no_residual_collapse_figure as figure
 from reslab.params import Params
 from reslab.schema import UserError
 from reslab.training import RunRecord
@@ -77,7 +78,7 @@ def test_diverged_run_is_an_outcome(
 @pytest.mark.parametrize("arm", ["skip 0", "skip 1"])
 def test_diverged_run_is_drawn(settings: Params, trained: Runs, arm: str) -> None:
     trained[arm][0] = diverged(trained[arm][0])
-    plt.close(claim.draw(settings, claim.initial_profiles(settings), trained))
+    plt.close(figure.draw(settings, claim.initial_profiles(settings), trained))
 
 
 def test_runs_of_one_step_are_judged_unless_refused(settings: Params, trained: Runs) -> None:

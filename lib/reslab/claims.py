@@ -109,6 +109,12 @@ class Record(Settings):
     """What the experiment chose and measured beyond the checks, such as learning rates and losses by arm."""
     provenance: dict[str, Any]
 
+    @model_validator(mode="after")
+    def _key_is_a_check(self) -> "Record":
+        if self.key not in [check.name for check in self.checks]:
+            raise ValueError(f"key '{self.key}' is the name of none of the checks")
+        return self
+
     def table(self) -> pd.DataFrame:
         """The checks, one a row, for reading."""
         rows = [
@@ -190,7 +196,7 @@ def verdict(checks: Sequence[Check]) -> tuple[Verdict, str]:
 def write(record: Record, folder: Path) -> Path:
     """Write `record` as `folder`/<claim>.json: the last file of a claim, and the sign that it is complete."""
     path = folder / f"{record.claim}.json"
-    text = json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    text = json.dumps(record.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
     write_atomic(path, (text + "\n").encode())
     return path
 

@@ -211,6 +211,10 @@ class Text:
 # --- images ---------------------------------------------------------------------------------------
 
 
+DIGITS_FOR_TRAINING = 1197
+"""Of the 1797, with 300 for validation and 300 for testing."""
+
+
 class DigitsConfig(Settings):
     kind: Literal["digits"] = "digits"
 

@@ -23,12 +23,13 @@ def write_atomic(path: Path, content: bytes) -> None:
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check its permissions"
         raise UserError(
             f"{path}: cannot be written ({error.strerror}); {advice} and run again, finished work is kept"
         ) from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
 
 
 def publish(sources: list[Path], folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -40,6 +40,15 @@ class Params(Settings):
     decoder: DecoderShape
     optimisation: Optimisation
     claims: Claims
+
+    @model_validator(mode="after")
+    def _claims_fit(self) -> "Params":
+        for name, section in self.claims:
+            try:
+                section.require(self)
+            except ValueError as error:
+                raise ValueError(f"claims.{name}: {error}") from None
+        return self
 
     @field_validator("seeds")
     @classmethod

@@ -53,11 +53,14 @@ def colour(name: str) -> tuple[float, ...]:
 def seed_lines(
     axes: Axes, name: str, series: Sequence[Sequence[float] | np.ndarray], *, style: str = "-", label: bool = True
 ) -> None:
-    """One thin line a seed and the mean over seeds as a thick one."""
-    for values in series:
+    """One thin line a seed and the mean over seeds as a thick one, as far as all go; nothing for no series."""
+    lines = [np.asarray(values, dtype=float) for values in series if len(values)]
+    if not lines:
+        return
+    for values in lines:
         axes.plot(values, color=colour(name), linewidth=0.6, alpha=0.5, linestyle=style)
-    shortest = min(map(len, series))
-    mean = np.mean([np.asarray(values[:shortest]) for values in series], axis=0)
+    shortest = min(map(len, lines))
+    mean = np.mean([values[:shortest] for values in lines], axis=0)
     axes.plot(mean, color=colour(name), linestyle=style, label=name if label else None)
 
 

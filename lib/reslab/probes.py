@@ -1,6 +1,7 @@
 """Measurements on the residual stream of a model. Letters: B batch, T tokens, d width, L blocks."""
 
 import itertools
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,12 @@ __all__ = ["effective_rank", "mean_shift", "neighbour_cosine", "stream_profile",
 
 
 def token_cosine(x: Tensor) -> float:
-    """Mean cosine between two different tokens of a sequence, of x [B, T, d]; 1 when all point one way."""
+    """Mean cosine between two different tokens of a sequence, of x [B, T, d]; 1 when all point one way.
+
+    Not a number for a single token.
+    """
+    if x.shape[-2] < 2:
+        return math.nan
     units = F.normalize(x, dim=-1)
     tokens = x.shape[-2]
     pairs = units.sum(-2).square().sum(-1) - units.square().sum((-2, -1))
@@ -22,10 +28,13 @@ def token_cosine(x: Tensor) -> float:
 def effective_rank(x: Tensor) -> float:
     """exp(entropy) of the normalised singular values of each sequence x [B, T, d], averaged over B.
 
-    Between 1 (all tokens on one line) and min(T, d). Roy & Vetterli 2007, "The effective rank".
+    Between 1 (all tokens on one line, or all zero) and min(T, d); not a number when x is not finite.
+    Roy & Vetterli 2007, "The effective rank".
     """
+    if not x.isfinite().all():
+        return math.nan
     values = torch.linalg.svdvals(x)
-    shares = values / values.sum(-1, keepdim=True)
+    shares = values / values.sum(-1, keepdim=True).clamp_min(torch.finfo(values.dtype).tiny)
     return float(torch.special.entr(shares).sum(-1).exp().mean())
 
 
@@ -36,7 +45,7 @@ def neighbour_cosine(x: Tensor, y: Tensor) -> float:
 
 def mean_shift(x: Tensor, y: Tensor) -> float:
     """How far a layer moves the centre of its token distribution: |mean(y) - mean(x)| / rms(x), x and y [B, T, d]."""
-    moved = y.mean((0, 1)) - x.mean((0, 1))
+    moved = y.mean((0, 1)) - x.mean((0, 1))  # not a number when x is zero or not finite
     return float(moved.norm() / x.square().sum(-1).mean().sqrt())
 
 
@@ -62,6 +71,18 @@ def streams(model: nn.Module, blocks: nn.ModuleList) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; afterwards every module has the mode it had, also after an exception."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 Profile = dict[str, list[float]]
 
 
@@ -71,18 +92,15 @@ def stream_profile(model: nn.Module, blocks: nn.ModuleList, inputs: Tensor, targ
     `gradient_norm` is the Frobenius norm of the mean loss's gradient by the stream at that place;
     `neighbour_cosine` and `mean_shift` compare with the place before and have L values.
     Measures over tokens treat the last axis as width and need a stream [B, T, d].
-    Leaves the model's gradients and mode as they were.
+    A value is not a number or infinite where the stream is. Leaves the model's gradients and modes as they were.
     """
-    was_training = model.training
-    model.eval()
-    with streams(model, blocks) as seen:
+    with _evaluating(model), streams(model, blocks) as seen:
         logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         gradients = torch.autograd.grad(loss, seen)
-    model.train(was_training)
     places = [place.detach().float() for place in seen]
     pairs = list(itertools.pairwise(places))
-    profile = {"gradient_norm": [float(g.float().norm()) for g in gradients]}
+    profile = {"gradient_norm": [float(g.double().norm()) for g in gradients]}
     if places[0].ndim == 3:
         profile["token_cosine"] = [token_cosine(x) for x in places]
         profile["effective_rank"] = [effective_rank(x) for x in places]

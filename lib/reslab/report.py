@@ -8,7 +8,7 @@ import pandas as pd
 from reslab import claims, notebook, paths
 from reslab.claims import Check, Record
 from reslab.files import write_atomic
-from reslab.schema import UserError
+from reslab.schema import UserError, did_you_mean
 
 __all__ = ["scoreboard", "sentences", "write"]
 
@@ -37,6 +37,17 @@ def _shown_verdict(record: Record) -> str:
     return record.verdict + (" (smoke: not meaningful)" if record.scale == "smoke" else "")
 
 
+def _row(*cells: object) -> str:
+    """A row of a Markdown table; bars in cells are escaped."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _sentence(texts: dict[str, str], sentence: str) -> str:
+    if sentence not in texts:
+        raise UserError(f"docs/claims.md: has no sentence '{sentence}'; {did_you_mean(sentence, texts)}")
+    return texts[sentence]
+
+
 def _markdown(found: list[Record]) -> str:
     lines = [
         "# Scoreboard",
@@ -49,10 +60,9 @@ def _markdown(found: list[Record]) -> str:
     ]
     for record in found:
         key = _key(record)
-        lines.append(
-            f"| {record.title} | **{_shown_verdict(record)}** | {key.statement}: {key.estimate} {key.unit} "
-            f"| [{record.claim}.png]({record.claim}.png) |"
-        )
+        number = f"{key.statement}: {key.estimate} {key.unit}"
+        picture = f"[{record.claim}.png]({record.claim}.png)"
+        lines.append(_row(record.title, f"**{_shown_verdict(record)}**", number, picture))
     for record in found:
         lines += [
             "",
@@ -69,12 +79,9 @@ def _markdown(found: list[Record]) -> str:
         ]
         for check in record.checks:
             sentence = check.sentence if check.role != "control" else f"{check.sentence} (control)"
-            lines.append(
-                f"| {sentence} | {check.statement} | {check.estimate} | {check.unit} | {check.criterion} "
-                f"| {check.outcome} |"
-            )
+            lines.append(_row(sentence, check.statement, check.estimate, check.unit, check.criterion, check.outcome))
         lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
-        lines += [f"| {p.what} | {p.published} | {p.ours} | {p.source} |" for p in record.published]
+        lines += [_row(p.what, p.published, p.ours, p.source) for p in record.published]
     tested = sorted({check.sentence for record in found for check in record.checks})
     texts = sentences()
     lines += [
@@ -87,7 +94,7 @@ def _markdown(found: list[Record]) -> str:
     for sentence in tested:
         outcomes = [c.outcome for r in found for c in r.checks if c.sentence == sentence and c.role != "control"]
         counted = ", ".join(f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes)
-        lines.append(f"| {sentence} | {texts[sentence]} | {counted} |")
+        lines.append(_row(sentence, _sentence(texts, sentence), counted))
     return "\n".join(lines) + "\n"
 
 

@@ -10,6 +10,7 @@ Letters: x the stream, v the update, l the sublayer's index from 0, L the number
 A new kind is one class with `@register("name")`; every model then takes it.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -18,7 +19,17 @@ from torch import Tensor, nn
 
 from reslab.schema import Settings, UserError, did_you_mean
 
-__all__ = ["CONNECTIONS", "Connection", "ConnectionConfig", "Placement", "Residual", "connect", "register"]
+__all__ = [
+    "CONNECTIONS",
+    "Connection",
+    "ConnectionConfig",
+    "Placement",
+    "Residual",
+    "connect",
+    "connection_modules",
+    "register",
+    "reset_connections",
+]
 
 Placement = Literal["pre", "post", "none"]
 """Where the norm stands: `pre` f(norm(x)), `post` norm(x + f(x)), `none` no norm in the sublayer."""
@@ -37,6 +48,9 @@ class ConnectionConfig(Settings):
 
 class Connection(nn.Module):
     """Reads from and writes to a stream of any shape [..., d]. Subclasses define `write`."""
+
+    def reset_parameters(self) -> None:
+        """Start the connection's own parameters anew; nothing where it has none."""
 
     def read(self, stream: Tensor) -> Tensor:
         """What the sublayer sees, [..., d]."""
@@ -69,7 +83,7 @@ def connect(config: ConnectionConfig) -> Connection:
     if kind is None:
         hint = did_you_mean(config.kind, CONNECTIONS)
         raise UserError(f"unknown residual connection '{config.kind}'; {hint}")
-    takes_weight = "weight" in kind.__init__.__annotations__
+    takes_weight = "weight" in inspect.signature(kind).parameters
     if takes_weight and config.weight is None:
         raise UserError(f"residual connection '{config.kind}' needs a weight; give one, e.g. weight: 0.3")
     if config.weight is not None and not takes_weight:
@@ -126,6 +140,19 @@ class ReZero(Connection):
 
     def write(self, stream: Tensor, update: Tensor) -> Tensor:
         return stream + self.alpha * update
+
+
+def connection_modules(model: nn.Module) -> set[nn.Module]:
+    """The connections of a model and all modules inside them: they start by themselves and are not decayed."""
+    connections = [module for module in model.modules() if isinstance(module, Connection)]
+    return {inner for connection in connections for inner in connection.modules()}
+
+
+def reset_connections(model: nn.Module) -> None:
+    """Start every connection's own parameters anew."""
+    for module in model.modules():
+        if isinstance(module, Connection):
+            module.reset_parameters()
 
 
 class Residual(nn.Module):

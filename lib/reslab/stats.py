@@ -12,14 +12,19 @@ __all__ = ["Estimate", "deterministic", "fisher_g", "mean_of", "paired_differenc
 
 
 class Estimate(Settings):
-    """A value with its 95 % interval over n independent seeds; no interval (None) when n is 1."""
+    """A value with its 95 % interval over n independent seeds.
 
-    value: float
+    No interval (None) when n is 1; no value either when one of the n could not be measured.
+    """
+
+    value: float | None
     low: float | None
     high: float | None
     n: int
 
     def __str__(self) -> str:
+        if self.value is None:
+            return f"not measured (n={self.n}, a run diverged)"
         if self.low is None or self.high is None:
             return f"{self.value:.3g} (n={self.n}, no interval)"
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}] (n={self.n})"
@@ -39,10 +44,13 @@ def mean_of(values: Sequence[float]) -> Estimate:
     """Mean with Student's t interval.
 
     With three to ten seeds a percentile bootstrap is much too narrow; the t interval is exact for normal values.
+    A value that is not finite (of a run that diverged) leaves the whole unmeasured: to drop it would flatter.
     """
-    if not values or not all(math.isfinite(v) for v in values):
-        raise ValueError(f"a mean needs finite values, got {list(values)}")
+    if not values:
+        raise ValueError("a mean needs at least one value")
     n, mean = len(values), float(np.mean(values))
+    if not math.isfinite(mean):
+        return Estimate(value=None, low=None, high=None, n=n)
     if n == 1:
         return Estimate(value=_rounded(mean), low=None, high=None, n=1)
     half = float(stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))

@@ -19,7 +19,7 @@ import numpy
 import torch
 from pydantic import Field, TypeAdapter, ValidationError
 
-from reslab import lifeline, paths
+from reslab import data, lifeline, paths
 from reslab.files import write_atomic
 from reslab.progress import Progress
 from reslab.schema import Settings, UserError
@@ -41,10 +41,14 @@ class Execution(Settings):
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:
+    """Names of this package's modules that are, or may be, imported."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "reslab":
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        yield from (name for name in names if name.split(".")[0] == "reslab")
 
 
 def _without_docstrings(tree: ast.Module) -> str:
@@ -82,8 +86,10 @@ def _is_module(name: str) -> bool:
 
 
 def run_name(config: RunConfig) -> str:
-    """The name of a run: the same for the same config, training code, and versions of torch and numpy."""
-    return hashlib.sha256(f"{training_code()}{config.model_dump_json()}".encode()).hexdigest()[:20]
+    """The name of a run: the same for the same config, data, training code, and versions of torch and numpy."""
+    task = data.load(config.task)
+    text = task.corpus.sha256 if isinstance(task, data.Text) else ""
+    return hashlib.sha256(f"{training_code()}{text}{config.model_dump_json()}".encode()).hexdigest()[:20]
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -108,6 +114,8 @@ def load(config: RunConfig) -> RunRecord | None:
         raw = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"{path}: cannot read it ({error.strerror}); check the folder and run again") from None
     payload = raw[len(_encode("")) - 2 : -2].decode(errors="replace")
     try:
         record = _RECORD.validate_json(payload)

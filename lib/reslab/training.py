@@ -1,6 +1,7 @@
 """One run: a frozen config goes in, a record comes out; deterministic on the CPU."""
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -13,6 +14,7 @@ from reslab import data
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.models.resnet import ResNet, ResNetConfig
 from reslab.probes import stream_profile
+from reslab.residuals import connection_modules
 from reslab.schema import Settings, UserError
 
 __all__ = [
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 Outcome = Literal["trained", "stalled", "diverged"]
-"""`stalled`: ends within STALL_MARGIN of the best context-free guess; `diverged`: the loss is not finite."""
+"""`stalled`: ends less than STALL_MARGIN below the best context-free guess; `diverged`: the loss is not finite."""
 
 STALL_MARGIN = 0.05
 """Nats below the context-free loss that a run must reach to count as trained."""
@@ -106,15 +108,23 @@ class RunRecord(Settings):
     validation_loss: float | None
     test_loss: float | None
     test_accuracy: float | None
-    profile_before: dict[str, tuple[float, ...]]
-    profile_after: dict[str, tuple[float, ...]]
+    profile_before: dict[str, tuple[float | None, ...]]
+    """`stream_profile` of the initial weights; None where a value is not finite."""
+    profile_after: dict[str, tuple[float | None, ...]]
+    """The same after training; empty where the run diverged."""
 
 
 def build(config: DecoderConfig | ResNetConfig, seed: int) -> Decoder | ResNet:
     """The model at its initial weights, which depend on `config` and `seed` alone."""
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Decoder(config) if isinstance(config, DecoderConfig) else ResNet(config)
+    with _GENERATOR_LOCK, torch.random.fork_rng():
+        model = Decoder(config) if isinstance(config, DecoderConfig) else ResNet(config)
+        torch.manual_seed(seed)  # after construction, which draws more or less according to the connection
+        model.reset_parameters()
+    return model
+
+
+_GENERATOR_LOCK = threading.Lock()
+"""The global random generator is shared by the threads of a process, such as a Dask worker's."""
 
 
 def schedule(config: Optimisation, step: int) -> float:
@@ -127,8 +137,9 @@ def schedule(config: Optimisation, step: int) -> float:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay for linear and convolution weights; none for embeddings, norms and connections."""
-    decayed = {id(m.weight) for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)}
+    """Weight decay for linear and convolution weights; none for embeddings, norms and all of a connection."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    decayed = {id(m.weight) for m in layers if m not in connection_modules(model)}
     decayed -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     parameters = list(model.parameters())
     return [
@@ -193,6 +204,7 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResN
     )
     scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
     if device.compile:
+        torch._dynamo.reset()  # else the runs before this one count towards dynamo's limit, and it compiles no more
         for block in model.blocks:  # the block, not the model: all blocks share one compilation
             block.compile()
     model.train()
@@ -234,8 +246,8 @@ def evaluate(config: RunConfig, task: data.Task, model: nn.Module, split: data.S
     return (loss / count, right / count) if math.isfinite(loss) else None
 
 
-def _profile(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> dict[str, tuple[float, ...]]:
+def _profile(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> dict[str, tuple[float | None, ...]]:
     """The stream's profile on the first held-out validation batch, of up to 16 examples."""
     inputs, targets = _to_device(next(task.held_out("validation")), config.device)
     profile = stream_profile(model, model.blocks, inputs[:16], targets[:16])
-    return {measure: tuple(values) for measure, values in profile.items()}
+    return {measure: tuple(v if math.isfinite(v) else None for v in values) for measure, values in profile.items()}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
 
 import numpy as np
 import pandas as pd
 import torch
 from pydantic import Field, field_validator
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reslab import collapse, data
 from reslab.claims import Check, Published, Question, criteria_model, judge
@@ -161,6 +162,13 @@ Criteria = criteria_model(QUESTIONS)
 # --- parameters -----------------------------------------------------------------------------------
 
 
+EXACT_HEADS = 4
+"""Heads of the decoders that are checked at their initial weights."""
+
+Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+"""Learning rates to choose from."""
+
+
 class Exact(Settings):
     """Size of the checks at initial weights."""
 
@@ -168,7 +176,7 @@ class Exact(Settings):
     """Blocks of the decoders whose token cosine and gradients are measured, increasing."""
     seeds: int = Field(ge=2)
     tokens: int = Field(ge=8)
-    width: int = Field(ge=8)
+    width: int = Field(ge=8, multiple_of=EXACT_HEADS)
 
     @field_validator("depths")
     @classmethod
@@ -183,28 +191,39 @@ class ResNetArms(Settings):
 
     channels: int = Field(ge=1)
     depth: int = Field(ge=1)
-    batch: int = Field(ge=1)
+    batch: int = Field(ge=1, le=data.DIGITS_FOR_TRAINING)
     steps: int = Field(ge=1)
-    learning_rates: tuple[float, ...] = Field(min_length=1)
+    learning_rates: Rates
+
+
+FEWEST_STEPS = 12
+"""Half of them make a plateau with a trend and at least two frequencies."""
 
 
 class Parameters(Settings):
     """The section claims.no_residual_collapse of params.yaml."""
 
     depth: int = Field(ge=2)
-    skips: tuple[float, ...]
+    skips: tuple[float, ...] = Field(min_length=3)
     """Weights of the skip, from 0 (none) to 1 (the standard residual)."""
-    learning_rates: tuple[float, ...] = Field(min_length=1)
+    learning_rates: Rates
     sweep_seed: int = Field(ge=0)
     sweep_steps: int = Field(ge=1)
     resnet: ResNetArms
     exact: Exact
     criteria: Criteria  # type: ignore[valid-type]
 
+    def require(self, params: Params) -> None:
+        """A ValueError when the rest of the parameters does not fit this claim."""
+        if self.sweep_seed in params.seeds:
+            raise ValueError(f"sweep_seed {self.sweep_seed} is among seeds; choose one that is used for nothing else")
+        if params.optimisation.steps < FEWEST_STEPS:
+            raise ValueError(f"its plateau needs optimisation.steps of at least {FEWEST_STEPS}")
+
     @field_validator("skips")
     @classmethod
     def _from_none_to_full(cls, skips: tuple[float, ...]) -> tuple[float, ...]:
-        if list(skips) != sorted(set(skips)) or skips[0] != 0 or skips[-1] != 1 or len(skips) < 3:
+        if list(skips) != sorted(set(skips)) or skips[0] != 0 or skips[-1] != 1:
             raise ValueError(f"skips must increase from 0 to 1 with at least one between, got {list(skips)}")
         return skips
 
@@ -235,7 +254,7 @@ def initial_profiles(params: Params) -> pd.DataFrame:
             for arm, (kind, placement) in INITIAL_ARMS.items():
                 config = DecoderConfig(
                     width=exact.width,
-                    heads=4,
+                    heads=EXACT_HEADS,
                     context=exact.tokens,
                     vocabulary=data.VOCABULARY,
                     depth=depth,
@@ -245,7 +264,8 @@ def initial_profiles(params: Params) -> pd.DataFrame:
                     placement=placement,
                 )
                 model = build(config, seed).double()
-                profile = stream_profile(model, model.blocks, tokens[:, :-1], tokens[:, 1:])
+                with sdpa_kernel(SDPBackend.MATH):  # the fused backward is not finite at logits of 1e19
+                    profile = stream_profile(model, model.blocks, tokens[:, :-1], tokens[:, 1:])
                 gradient = profile["gradient_norm"]
                 rows.append(
                     {
@@ -399,21 +419,34 @@ def plateau(series: Sequence[float]) -> Sequence[float]:
     return series[len(series) // 2 :]
 
 
-def _profile(records: list[RunRecord], measure: str, place: int = -1) -> list[float]:
-    return [record.profile_after[measure][place] for record in records]
+def _each(records: list[RunRecord], measure: Callable[[RunRecord], float]) -> list[float]:
+    """`measure` of each record; not a number for one that diverged."""
+    return [math.nan if record.outcome == "diverged" else measure(record) for record in records]
 
 
-def _gradient_passed(records: list[RunRecord]) -> list[float]:
+def profile_of(record: RunRecord, measure: str, *, trained: bool = True) -> list[float]:
+    """A run's profile by block, after or before training; not a number where it could not be measured."""
+    places = (record.profile_after if trained else record.profile_before).get(measure, ())
+    return [math.nan if value is None else value for value in places]
+
+
+def _last(records: list[RunRecord], measure: str) -> list[float]:
+    """A measure after the last block."""
+    return _each(records, lambda record: profile_of(record, measure)[-1])
+
+
+def _gradient_passed(record: RunRecord) -> float:
     """log10 of the gradient norm at the embedding over that after the last block, at least float32's epsilon.
 
     Below epsilon the gradient is lost in rounding, and how far below says nothing.
     """
-    norms = [record.profile_after["gradient_norm"] for record in records]
-    return [math.log10(max(norm[0] / norm[-1], float(np.finfo(np.float32).eps))) for norm in norms]
+    norm = profile_of(record, "gradient_norm")
+    return float(np.log10(np.maximum(norm[0] / norm[-1], np.finfo(np.float32).eps)))
 
 
 def held_out(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
-    return [getattr(record, measure) for record in records]
+    """Test loss or accuracy of each record; not a number for one that diverged."""
+    return _each(records, lambda record: getattr(record, measure))
 
 
 def checks_loss(params: Params, trained: Runs) -> list[Check]:
@@ -425,7 +458,7 @@ def checks_loss(params: Params, trained: Runs) -> list[Check]:
     return _judged(
         params,
         never_diverges=deterministic(sum(record.outcome == "diverged" for record in none)),
-        loss_falls=mean_of([r.train_loss[0] - float(np.mean(plateau(r.train_loss))) for r in none]),
+        loss_falls=mean_of(_each(none, lambda r: r.train_loss[0] - float(np.mean(plateau(r.train_loss))))),
         near_context_free=paired_difference(held_out(none), [record.context_free_loss for record in none]),
         above_guessing=paired_difference(held_out(none, "test_accuracy"), commonest),
         loss_gap=paired_difference(held_out(none), held_out(full)),
@@ -450,34 +483,38 @@ def checks_stream(params: Params, trained: Runs) -> list[Check]:
     last = _last_blocks(params)
     return _judged(
         params,
-        gradient_trained_none=mean_of(_gradient_passed(none)),
-        gradient_trained_skip=mean_of(_gradient_passed(full)),
-        rank_trained_none=mean_of(_profile(none, "effective_rank")),
-        rank_trained_skip=mean_of(_profile(full, "effective_rank")),
-        tokens_alike=mean_of(_profile(none, "token_cosine")),
-        layers_alike=mean_of([float(np.mean(r.profile_after["neighbour_cosine"][-last:])) for r in none]),
+        gradient_trained_none=mean_of(_each(none, _gradient_passed)),
+        gradient_trained_skip=mean_of(_each(full, _gradient_passed)),
+        rank_trained_none=mean_of(_last(none, "effective_rank")),
+        rank_trained_skip=mean_of(_last(full, "effective_rank")),
+        tokens_alike=mean_of(_last(none, "token_cosine")),
+        layers_alike=mean_of(_each(none, lambda r: float(np.mean(profile_of(r, "neighbour_cosine")[-last:])))),
     )
 
 
 def checks_oscillation(params: Params, trained: Runs) -> list[Check]:
     """Sentence A3.2: is the plateau an oscillation, and do the layers cause it?"""
     none, full = trained[skip_name(0)], trained[skip_name(1)]
-    plateaus = [plateau(record.train_loss) for record in none]
-    guesses = [plateau(guess_losses(record)) for record in none]
-    calm = [plateau(record.train_loss) for record in full]
-    shift = [[float(np.mean(r.profile_after["mean_shift"])) for r in records] for records in (none, full)]
+    shift = [_each(records, lambda r: float(np.mean(profile_of(r, "mean_shift")))) for records in (none, full)]
+    spread = [_each(records, _plateau_spread) for records in (none, full)]
     return _judged(
         params,
-        periodic=paired_difference([fisher_g(p) for p in plateaus], [fisher_g(g) for g in guesses]),
-        not_batch_noise=mean_of([unexplained_share(p, g) for p, g in zip(plateaus, guesses, strict=True)]),
-        less_calm=mean_of([_spread(ours) / _spread(theirs) for ours, theirs in zip(plateaus, calm, strict=True)]),
+        periodic=paired_difference(
+            _each(none, lambda r: fisher_g(plateau(r.train_loss))), _each(none, lambda r: fisher_g(_guess_plateau(r)))
+        ),
+        not_batch_noise=mean_of(_each(none, lambda r: unexplained_share(plateau(r.train_loss), _guess_plateau(r)))),
+        less_calm=mean_of([ours / theirs for ours, theirs in zip(*spread, strict=True)]),
         shifted=mean_of([ours / theirs for ours, theirs in zip(*shift, strict=True)]),
     )
 
 
-def _spread(series: Sequence[float]) -> float:
-    """Standard deviation about the linear trend."""
-    return float(np.std(detrended(series)))
+def _guess_plateau(record: RunRecord) -> Sequence[float]:
+    return plateau(guess_losses(record))
+
+
+def _plateau_spread(record: RunRecord) -> float:
+    """Standard deviation of the plateau about its linear trend."""
+    return float(np.std(detrended(plateau(record.train_loss))))
 
 
 # --- what the record adds -------------------------------------------------------------------------

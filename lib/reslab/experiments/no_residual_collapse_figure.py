@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -16,6 +17,7 @@ from reslab.experiments.no_residual_collapse import (
     guess_losses,
     held_out,
     plateau,
+    profile_of,
     skip_name,
 )
 from reslab.stats import mean_of
@@ -48,7 +50,7 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     for weight in params.claims.no_residual_collapse.skips:
         series = [plotting.moving_average(record.train_loss, 20) for record in trained[skip_name(weight)]]
         plotting.seed_lines(axes, skip_name(weight), series)
-        settled += [value for values in series for value in values[len(values) // 5 :]]
+        settled += [value for values in series for value in values[len(values) // 5 :] if np.isfinite(value)]
     entropy = trained[skip_name(0)][0].context_free_loss
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
     axes.set(title="Training loss", xlabel="step", ylabel="nats per byte (mean of 20 steps)")
@@ -108,8 +110,8 @@ def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
 
 def _draw_by_block(axes: Axes, trained: Runs, measure: str, title: str, label: str) -> None:
     for name in (skip_name(0), skip_name(1)):
-        plotting.seed_lines(axes, name, [record.profile_after[measure] for record in trained[name]])
-        before = [record.profile_before[measure] for record in trained[name]]
+        plotting.seed_lines(axes, name, [profile_of(record, measure) for record in trained[name]])
+        before = [profile_of(record, measure, trained=False) for record in trained[name]]
         plotting.seed_lines(axes, name, before, style="--", label=False)
     axes.plot([], [], color="black", label="trained")
     axes.plot([], [], color="black", linestyle="--", label="untrained")

@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reslab.residuals import ConnectionConfig, Placement, Residual, connect
+from reslab.residuals import ConnectionConfig, Placement, Residual, connect, connection_modules, reset_connections
 from reslab.schema import Settings
 
 __all__ = ["CausalAttention", "Decoder", "DecoderConfig", "DecoderShape", "Mlp"]
@@ -103,8 +103,16 @@ class Mlp(nn.Module):
         return self.down
 
 
-class Block(nn.Sequential):
-    """An attention sublayer and an MLP sublayer, each with its own connection."""
+class Block(nn.Module):
+    """An attention sublayer and an MLP sublayer, each with its own connection: what `torch.compile` compiles."""
+
+    def __init__(self, attention: Residual, mlp: Residual) -> None:
+        super().__init__()
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, stream: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.attention(stream))
+        return out
 
 
 def _norm(config: DecoderShape) -> nn.Module:
@@ -140,11 +148,12 @@ class Decoder(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all weights anew; the only place that knows how they start."""
+        in_connections = connection_modules(self)
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module not in in_connections:
                 nn.init.normal_(module.weight, std=self.config.init_std)
-            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                module.reset_parameters()
         scale = 1.0 if self.config.embedding == "unit" else 0.02
         nn.init.normal_(self.token_embedding.weight, std=scale)
         nn.init.normal_(self.position_embedding.weight, std=scale / 2)  # GPT-2's ratio
@@ -152,6 +161,7 @@ class Decoder(nn.Module):
             with torch.no_grad():
                 for writer in self.stream_writers():
                     writer.weight /= (2 * self.config.depth) ** 0.5
+        reset_connections(self)  # last, so that what they draw changes no other weight
 
     def stream_writers(self) -> list[nn.Linear]:
         """The matrices whose outputs join the stream: attention output and MLP down."""

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor, nn
 
-from reslab.residuals import ConnectionConfig, Residual, connect
+from reslab.residuals import ConnectionConfig, Residual, connect, connection_modules, reset_connections
 from reslab.schema import Settings
 
 __all__ = ["ResNet", "ResNetConfig"]
@@ -63,11 +63,14 @@ class ResNet(nn.Module):
 
     def reset_parameters(self) -> None:
         """He-normal convolutions (He et al. 2015, arXiv 1502.01852); PyTorch's defaults elsewhere."""
+        in_connections = connection_modules(self)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
+            if isinstance(module, nn.Conv2d) and module not in in_connections:
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
-            elif module is not self and callable(reset := getattr(module, "reset_parameters", None)):
-                reset()
+            elif isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()
+        self.head.reset_parameters()
+        reset_connections(self)  # last, so that what they draw changes no other weight
 
     def forward(self, images: Tensor) -> Tensor:
         stream = self.stem(images)
