@@ -98,7 +98,7 @@ def test_decoder_is_its_sublayers_in_turn(placement: str) -> None:
 
     x = model.token_embedding.weight[tokens()] + model.position_embedding.weight
     for block in model.blocks:
-        for sublayer in block:  # type: ignore[attr-defined]
+        for sublayer in block.children():
             branch = sublayer.branch
             x = {
                 "pre": lambda x, f=branch: x + f(norm(x)),

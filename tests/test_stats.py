@@ -44,10 +44,16 @@ def test_estimate_is_written_with_interval_and_n() -> None:
     assert str(Estimate(value=0.12345, low=0.1, high=0.15, n=3)) == "0.123 [0.1, 0.15] (n=3)"
 
 
-@pytest.mark.parametrize("values", [[], [1.0, math.nan], [math.inf]])
-def test_mean_of_what_is_not_finite_is_refused(values: list[float]) -> None:
-    with pytest.raises(ValueError, match="finite values"):
-        mean_of(values)
+@pytest.mark.parametrize("values", [[1.0, math.nan], [math.inf], [math.inf, -math.inf, 1.0]])
+def test_mean_with_a_value_that_is_not_finite_is_unmeasured(values: list[float]) -> None:
+    found = mean_of(values)
+    assert (found.value, found.low, found.high, found.n) == (None, None, None, len(values))
+    assert "not measured" in str(found)
+
+
+def test_mean_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        mean_of([])
 
 
 def test_equal_values_have_a_point_for_an_interval() -> None:

@@ -165,10 +165,10 @@ def names_by_decay(model: nn.Module) -> tuple[set[str], set[str]]:
 def test_only_matrices_decay(tiny: RunConfig) -> None:
     shape = {"connection": ConnectionConfig(kind="rezero"), "depth": 1}
     decayed, free = names_by_decay(build(with_model(tiny, **shape).model, 0))
-    matrices = ("0.branch.query_key_value", "0.branch.project", "1.branch.up", "1.branch.down")
+    matrices = ("attention.branch.query_key_value", "attention.branch.project", "mlp.branch.up", "mlp.branch.down")
     assert decayed == {f"blocks.0.{name}.weight" for name in matrices} | {"head.weight"}
     assert {"token_embedding.weight", "position_embedding.weight", "norm.weight", "norm.bias"} < free
-    assert {"blocks.0.0.connection.alpha", "blocks.0.1.norm_input.weight"} < free
+    assert {"blocks.0.attention.connection.alpha", "blocks.0.mlp.norm_input.weight"} < free
 
 
 def test_tied_head_does_not_decay(tiny: RunConfig) -> None:

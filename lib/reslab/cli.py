@@ -48,7 +48,7 @@ def _setup(options: argparse.Namespace) -> int:
 
 def _repro(options: argparse.Namespace) -> int:
     """`dvc repro`, checked before it starts and followed by the scoreboard; ends with the process that started it."""
-    from reslab import lifeline, params, paths, runner, workspace
+    from reslab import lifeline, notebook, params, paths, runner, workspace
 
     if "MAKELEVEL" in os.environ:
         lifeline.die_with_parent()
@@ -65,11 +65,9 @@ def _repro(options: argparse.Namespace) -> int:
     if code == 0:
         print()
         return _scoreboard(options)
-    print(
-        "reslab: the pipeline stopped; what is finished is kept, run the same again to continue. "
-        "Figures lost on the way come back with: git checkout -- figures",
-        file=sys.stderr,
-    )
+    for name in notebook.names():
+        runner.restore(name)
+    print("reslab: the pipeline stopped; what is finished is kept, run the same again to continue", file=sys.stderr)
     return 1
 
 

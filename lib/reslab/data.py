@@ -240,6 +240,8 @@ class Digits:
 
     def batch(self, seed: int, step: int, size: int) -> Batch:
         train = self.ranges["train"]
+        if size > len(train):
+            raise UserError(f"digits: a batch of {size} is larger than the {len(train)} training images; lower it")
         chosen = np.random.default_rng([seed, step]).choice(len(train), size, replace=False) + train.start
         return self.images[chosen], self.classes[chosen]
 

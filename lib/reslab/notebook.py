@@ -1,6 +1,7 @@
 """Notebook files: the clean form that the pipeline depends on, and the parameters cell."""
 
 import ast
+import json
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,26 @@ KERNELSPEC = {"name": "python3", "display_name": "Python 3 (ipykernel)", "langua
 
 
 def read(path: Path) -> Any:
-    """The notebook at `path`, as nbformat 4; a UserError when there is none or it is no notebook."""
+    """The notebook at `path`, as nbformat 4.5; a UserError when there is none or it is no such notebook.
+
+    Cells without an id, or with one that is taken, get one by their place, so that reading is repeatable.
+    """
     try:
-        notebook = nbformat.read(path, as_version=4)
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        if raw["nbformat"] != 4:
+            raise ValueError(f"its format is {raw['nbformat']}, not 4; open and save it in JupyterLab")
+        seen: set[str] = set()
+        for index, cell in enumerate(raw["cells"]):
+            if cell.get("id") in seen | {None}:
+                cell["id"] = f"cell-{index}"
+            seen.add(cell["id"])
+        raw["nbformat_minor"] = 5
+        notebook = nbformat.reads(json.dumps(raw), as_version=4)
+        nbformat.validate(notebook)
     except OSError as error:
         raise UserError(f"{path}: cannot read the notebook ({error.strerror})") from None
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, nbformat.ValidationError) as error:
         raise UserError(f"{path}: not a notebook ({' '.join(str(error).split())[:120]})") from None
-    for index, cell in enumerate(notebook.cells):
-        cell.setdefault("id", f"cell-{index}")
     return notebook
 
 
@@ -81,8 +93,13 @@ def check_parameters(notebook: Any, path: Path, injected: dict[str, Any]) -> Non
             f"{path}: {len(tagged)} cells are tagged 'parameters', and there must be one; "
             "tag it in JupyterLab under Property Inspector, Cell Tags"
         )
-    statements = ast.parse(tagged[0].source).body
-    known = {t.id for s in statements if isinstance(s, ast.Assign) for t in s.targets if isinstance(t, ast.Name)}
+    try:
+        statements = ast.parse(tagged[0].source).body
+    except SyntaxError as error:
+        raise UserError(f"{path}: its parameters cell is not plain Python (line {error.lineno}: {error.msg})") from None
+    targets = [target for s in statements if isinstance(s, ast.Assign) for target in s.targets]
+    targets += [s.target for s in statements if isinstance(s, ast.AnnAssign)]
+    known = {target.id for target in targets if isinstance(target, ast.Name)}
     for name in injected:
         if name not in known:
             raise UserError(f"{path}: its parameters cell has no '{name}'; {did_you_mean(name, known)}")

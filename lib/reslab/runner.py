@@ -25,7 +25,7 @@ from reslab import claims, data, lifeline, notebook, params, paths, progress
 from reslab.files import publish, write_atomic
 from reslab.schema import UserError
 
-__all__ = ["RunFailed", "preflight", "run"]
+__all__ = ["RunFailed", "preflight", "restore", "run"]
 
 EXECUTED = paths.BUILD / "executed"
 REPORTS = paths.BUILD / "reports"
@@ -103,11 +103,12 @@ def _restoring(name: str) -> Iterator[None]:
         yield
     except BaseException:
         lifeline.end_descendants()
-        _restore(name)
+        restore(name)
         raise
 
 
-def _restore(name: str) -> None:
+def restore(name: str) -> None:
+    """Put back a claim's figure and record where they are missing: the last published, or else the committed."""
     for file in (f"{name}.png", f"{name}.json"):
         lost, copy = paths.FIGURES / file, PUBLISHED / file
         if lost.exists():

@@ -48,9 +48,10 @@ def mean_of(values: Sequence[float]) -> Estimate:
     """
     if not values:
         raise ValueError("a mean needs at least one value")
-    n, mean = len(values), float(np.mean(values))
-    if not math.isfinite(mean):
+    n = len(values)
+    if not all(map(math.isfinite, values)):
         return Estimate(value=None, low=None, high=None, n=n)
+    mean = float(np.mean(values))
     if n == 1:
         return Estimate(value=_rounded(mean), low=None, high=None, n=1)
     half = float(stdtrit(n - 1, 0.975) * np.std(values, ddof=1) / math.sqrt(n))

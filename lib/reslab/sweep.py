@@ -112,7 +112,7 @@ def load(config: RunConfig) -> RunRecord | None:
     path = _path(config)
     try:
         raw = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror}); check the folder and run again") from None

@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+from configobj import ConfigObj
 from ruamel.yaml import YAML
 
 from reslab import params, paths
@@ -18,7 +19,12 @@ COPIED = ("notebooks", "lib", "conf", "docs", ".dvc/config", ".dvcignore", "dvc.
 def allow_without_git(root: Path) -> None:
     """Tell DVC to do without git where there is none, as in an unpacked tarball."""
     if not (root / ".git").exists():
-        write_atomic(root / ".dvc" / "config.local", b"[core]\n    no_scm = true\n")
+        local = root / ".dvc" / "config.local"
+        settings = ConfigObj(str(local))  # DVC's own reader; keeps what else the user has set there
+        settings.setdefault("core", {})["no_scm"] = "true"
+        buffer = io.BytesIO()
+        settings.write(buffer)
+        write_atomic(local, buffer.getvalue())
 
 
 def create(folder: Path, scale: str) -> dict[str, str]:

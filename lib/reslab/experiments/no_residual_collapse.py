@@ -204,7 +204,7 @@ class Parameters(Settings):
     """The section claims.no_residual_collapse of params.yaml."""
 
     depth: int = Field(ge=2)
-    skips: tuple[float, ...] = Field(min_length=3)
+    skips: tuple[float, ...]
     """Weights of the skip, from 0 (none) to 1 (the standard residual)."""
     learning_rates: Rates
     sweep_seed: int = Field(ge=0)
@@ -223,7 +223,7 @@ class Parameters(Settings):
     @field_validator("skips")
     @classmethod
     def _from_none_to_full(cls, skips: tuple[float, ...]) -> tuple[float, ...]:
-        if list(skips) != sorted(set(skips)) or skips[0] != 0 or skips[-1] != 1:
+        if len(skips) < 3 or list(skips) != sorted(set(skips)) or skips[0] != 0 or skips[-1] != 1:
             raise ValueError(f"skips must increase from 0 to 1 with at least one between, got {list(skips)}")
         return skips
 
