@@ -16,10 +16,17 @@ def _clean(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from reslab import lifeline, runner
+    from reslab import lifeline, published
+
+    def end() -> None:
+        lifeline.end_descendants()
+        published.restore(options.notebook)
+        lifeline.end()
 
     if "DVC_STAGE" in os.environ:
-        lifeline.die_with_parent()
+        lifeline.die_with_parent(end)  # before the imports below, which take seconds
+    from reslab import runner
+
     try:
         runner.run(options.notebook)
     except runner.RunFailed as error:
@@ -48,16 +55,18 @@ def _setup(options: argparse.Namespace) -> int:
 
 def _repro(options: argparse.Namespace) -> int:
     """`dvc repro`, checked before it starts and followed by the scoreboard; ends with the process that started it."""
-    from reslab import lifeline, notebook, params, paths, runner, workspace
+    from reslab import lifeline
 
     if "MAKELEVEL" in os.environ:
         lifeline.die_with_parent()
+    from reslab import notebook, params, paths, published, runner, workspace
+
     if options.scale:
         folder = paths.BUILD / f"scale-{options.scale}"
         environment = workspace.create(folder, options.scale)
         os.chdir(folder)
         os.execvpe(sys.executable, [sys.executable, "-m", "reslab", "repro", "--", *options.dvc], environment)
-    runner.preflight(params.read())
+    runner.preflight(params.read(), notebook.names())
     workspace.allow_without_git(paths.ROOT)
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])  # noqa: PTH120
     dvc = import_module("dvc.cli")
@@ -65,9 +74,12 @@ def _repro(options: argparse.Namespace) -> int:
     if code == 0:
         print()
         return _scoreboard(options)
-    for name in notebook.names():
-        runner.restore(name)
-    print("reslab: the pipeline stopped; what is finished is kept, run the same again to continue", file=sys.stderr)
+    lost = [path.name for name in notebook.names() for path in published.restore(name)]
+    print(
+        "reslab: the pipeline stopped; what is finished is kept, run the same again to continue. Not in figures/ now: "
+        + (", ".join(lost) or "nothing is missing"),
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 import numpy as np
-import pooch
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
@@ -98,6 +97,8 @@ def _file_documents(path: Path, sections: int = 200) -> list[bytes]:
 
 
 def _download(name: str) -> Path:
+    import pooch  # it imports tqdm.auto, which warns in notebooks
+
     address, digest = DOWNLOADS[name]
     unpack = pooch.Unzip(members=["enwik8"]) if address.endswith(".zip") else None
     pooch.get_logger().setLevel("WARNING")

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import psutil
 
-__all__ = ["die_with_parent", "end_descendants", "watch"]
+__all__ = ["die_with_parent", "end", "end_descendants", "watch"]
 
 POLL_SECONDS = 0.5
 
@@ -21,12 +21,13 @@ def end_descendants() -> None:
             child.kill()
 
 
-def _end() -> None:
+def end() -> None:
+    """Kill this process and all below it."""
     end_descendants()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def watch(gone: Callable[[], bool], then: Callable[[], None] = _end) -> None:
+def watch(gone: Callable[[], bool], then: Callable[[], None] = end) -> None:
     """Calls `then` from a daemon thread as soon as `gone()` is true; by default ends this process and all below."""
 
     def poll() -> None:
@@ -40,10 +41,13 @@ def watch(gone: Callable[[], bool], then: Callable[[], None] = _end) -> None:
 _watching: set[int] = set()
 
 
-def die_with_parent(then: Callable[[], None] = _end) -> None:
-    """End this process and all below it once its present parent is gone. A second call does nothing."""
+def die_with_parent(then: Callable[[], None] = end, parent: int | None = None) -> None:
+    """End this process and all below it once its parent is gone. A second call does nothing.
+
+    Give the parent's id where it may be gone before this is called; otherwise the present parent counts.
+    """
     if os.getpid() in _watching:
         return
     _watching.add(os.getpid())
-    parent = os.getppid()
-    watch(lambda: os.getppid() != parent, then)
+    expected = os.getppid() if parent is None else parent
+    watch(lambda: os.getppid() != expected, then)

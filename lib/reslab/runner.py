@@ -5,10 +5,10 @@ published together after the notebook has run to its end and written its record,
 """
 
 import json
+import logging
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -21,26 +21,24 @@ from typing import Any
 
 import filelock
 
-from reslab import claims, data, lifeline, notebook, params, paths, progress
+from reslab import claims, data, lifeline, notebook, params, paths, progress, published
 from reslab.files import publish, write_atomic
 from reslab.schema import UserError
 
-__all__ = ["RunFailed", "preflight", "restore", "run"]
+__all__ = ["RunFailed", "preflight", "run"]
 
 EXECUTED = paths.BUILD / "executed"
 REPORTS = paths.BUILD / "reports"
 FAILED = paths.BUILD / "failed"
 STAGING = paths.BUILD / "staging"
-PUBLISHED = paths.BUILD / "published"
-"""Copies of the figures and records last published, to restore them when a run fails."""
 
 
 class RunFailed(Exception):
     """A notebook failed for a reason that is not the user's input."""
 
 
-def preflight(settings: params.Params) -> None:
-    """All that can be known to be wrong before training starts, as a UserError."""
+def preflight(settings: params.Params, names: list[str]) -> None:
+    """All that can be known to be wrong before the notebooks `names` train anything, as a UserError."""
     settings.device.require()
     task = data.TextConfig(
         corpus=settings.corpus,
@@ -48,10 +46,10 @@ def preflight(settings: params.Params) -> None:
         evaluation_windows=settings.evaluation_windows,
     )
     data.load(task)
-    for name in notebook.names():
+    for name in names:
         path = notebook.source(name)
         notebook.check_parameters(notebook.read(path), path, _injected(settings, name))
-    for folder in (paths.FIGURES, paths.RUNS, notebook.CLEAN, EXECUTED, REPORTS, STAGING, PUBLISHED):
+    for folder in (paths.FIGURES, paths.RUNS, notebook.CLEAN, EXECUTED, REPORTS, STAGING, published.COPIES):
         paths.require_writable(folder)
 
 
@@ -60,7 +58,7 @@ def run(name: str) -> None:
     notebook.source(name)
     with _lock(name), _restoring(name):
         settings = params.read()
-        preflight(settings)
+        preflight(settings, [name])
         staging = STAGING / name
         source = notebook.write_clean(name)
         shutil.rmtree(staging, ignore_errors=True)
@@ -95,6 +93,7 @@ def _restoring(name: str) -> Iterator[None]:
     """When the run fails: end what it started, and put back the figures that DVC removed before it."""
 
     def end(number: int, frame: Any) -> None:
+        lifeline.end_descendants()
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
@@ -103,24 +102,9 @@ def _restoring(name: str) -> Iterator[None]:
         yield
     except BaseException:
         lifeline.end_descendants()
-        restore(name)
+        published.restore(name)
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # or it tells of the cell that was interrupted
         raise
-
-
-def restore(name: str) -> None:
-    """Put back a claim's figure and record where they are missing: the last published, or else the committed."""
-    for file in (f"{name}.png", f"{name}.json"):
-        lost, copy = paths.FIGURES / file, PUBLISHED / file
-        if lost.exists():
-            continue
-        with suppress(OSError, UserError, subprocess.CalledProcessError):
-            old = copy.read_bytes() if copy.exists() else _committed(file)
-            write_atomic(lost, old)
-
-
-def _committed(file: str) -> bytes:
-    command = ["git", "-C", str(paths.ROOT), "show", f"HEAD:./figures/{file}"]
-    return subprocess.run(command, check=True, capture_output=True).stdout
 
 
 # --- execution ------------------------------------------------------------------------------------
@@ -214,7 +198,7 @@ def _publish(name: str, staging: Path, executed: Any, started: float) -> None:
     write_atomic(EXECUTED / f"{name}.ipynb", content)
     write_atomic(REPORTS / f"{name}.html", _html(EXECUTED / f"{name}.ipynb"))
     write_atomic(paths.FIGURES / f"{name}.runtime.json", _runtime(started))
-    publish([image, record], PUBLISHED)
+    publish([image, record], published.COPIES)
     publish([image, record], paths.FIGURES)
     shutil.rmtree(staging)
 
@@ -228,12 +212,11 @@ def _html(path: Path) -> bytes:
 
 def _runtime(started: float) -> bytes:
     """What differs from run to run by nature."""
-    command = ["git", "-C", str(paths.ROOT), "rev-parse", "HEAD"]
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or None
+    commit = published.git("rev-parse", "HEAD")
     runtime = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "wall_seconds": round(time.time() - started, 1),
-        "commit": commit,
+        "commit": commit.decode().strip() if commit else None,
         "host": os.uname().nodename,
         "dvc": version("dvc"),
     }

@@ -5,6 +5,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import os
 import tempfile
 import threading
 import time
@@ -144,9 +145,9 @@ class _Reporter:
                 self.path.write_text(f"{step + 1} {loss:.3f}")
 
 
-def _work(config: RunConfig, report: Path, own_process: bool) -> tuple[RunConfig, str]:
-    if own_process:
-        lifeline.die_with_parent()
+def _work(config: RunConfig, report: Path, parent: int | None) -> tuple[RunConfig, str]:
+    if parent is not None:
+        lifeline.die_with_parent(parent=parent)
     record = train(config, _Reporter(report))
     with contextlib.suppress(OSError):
         report.unlink(missing_ok=True)
@@ -179,8 +180,9 @@ def _backend(execution: Execution) -> Iterator[None]:
 
 
 def _train_all(configs: list[RunConfig], execution: Execution, reports: Path) -> Iterator[tuple[RunConfig, str]]:
-    own_process = execution.scheduler == "local" and execution.workers > 1
-    jobs = (joblib.delayed(_work)(config, reports / run_name(config), own_process) for config in configs)
+    own_processes = execution.scheduler == "local" and execution.workers > 1
+    parent = os.getpid() if own_processes else None
+    jobs = (joblib.delayed(_work)(config, reports / run_name(config), parent) for config in configs)
     with _backend(execution):
         parallel = joblib.Parallel(
             n_jobs=execution.workers, return_as="generator_unordered", batch_size=1, pre_dispatch="all"

@@ -18,13 +18,13 @@ COPIED = ("notebooks", "lib", "conf", "docs", ".dvc/config", ".dvcignore", "dvc.
 
 def allow_without_git(root: Path) -> None:
     """Tell DVC to do without git where there is none, as in an unpacked tarball."""
-    if not (root / ".git").exists():
-        local = root / ".dvc" / "config.local"
-        settings = ConfigObj(str(local))  # DVC's own reader; keeps what else the user has set there
-        settings.setdefault("core", {})["no_scm"] = "true"
-        buffer = io.BytesIO()
-        settings.write(buffer)
-        write_atomic(local, buffer.getvalue())
+    if (root / ".git").exists():
+        return
+    local = root / ".dvc" / "config.local"
+    config = ConfigObj(str(local), list_values=False)  # as DVC reads it
+    config.setdefault("core", {})["no_scm"] = "true"
+    config.filename = None
+    write_atomic(local, "".join(f"{line}\n" for line in config.write()).encode())
 
 
 def create(folder: Path, scale: str) -> dict[str, str]:
@@ -45,4 +45,9 @@ def create(folder: Path, scale: str) -> dict[str, str]:
     YAML(typ="safe", pure=True).dump(settings.model_dump(mode="json"), buffer)
     write_atomic(folder / "params.yaml", buffer.getvalue())
     allow_without_git(folder)
-    return {**os.environ, "RESLAB_RUNS": str(paths.RUNS), "PYTHONPATH": str(folder / "lib")}
+    return {
+        **os.environ,
+        "RESLAB_RUNS": str(paths.RUNS),
+        "RESLAB_DATA": str(paths.DATA),
+        "PYTHONPATH": str(folder / "lib"),
+    }
