@@ -162,7 +162,7 @@ def test_lost_control_makes_the_claim_inconclusive(outcome: Outcome) -> None:
 
 def test_reasons_name_what_does_not_hold() -> None:
     done = [checked("holds"), checked("fails", name="slope"), checked("undecided", name="rank")]
-    assert verdict(done)[1] == "1 of 3 checks hold; refuted: A1 slope; undecided: A1 rank"
+    assert verdict(done)[1] == "1 of 3 checks hold; fail: A1 slope; undecided: A1 rank"
 
 
 # --- records --------------------------------------------------------------------------------------

@@ -203,3 +203,11 @@ def test_refused_before_training_rather_than_in_it(changed: dict[str, Any], name
 def test_sweep_seed_is_used_for_nothing_else() -> None:
     """conf says so of sweep_seed: a rate chosen and judged at one seed would favour itself."""
     assert "sweep_seed" in refusal({"seeds": [0, 99], **claim(sweep_seed=99)})
+
+
+def test_misspelt_name_is_one_line_and_not_also_missing(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(paths.PARAMS.read_text().replace("  steps: ", "  stepz: ", 1))
+    with pytest.raises(UserError) as refused:
+        params.read(path)
+    assert str(refused.value) == "params.yaml: optimisation.stepz: unknown parameter; did you mean 'steps'?"

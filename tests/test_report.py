@@ -126,7 +126,15 @@ def test_report_is_written(figures: Path) -> None:
         "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats",
         f"[{NAME}.png]({NAME}.png)",
     ]
-    assert checks[2] == ["A1", "statement of loss_gap", "0.512 [0.4, 0.6] (n=3)", "nats", "above 0.3", "holds"]
+    assert checks[2] == [
+        "A1",
+        "loss_gap",
+        "statement of loss_gap",
+        "0.512 [0.4, 0.6] (n=3)",
+        "nats",
+        "above 0.3",
+        "holds",
+    ]
     assert checks[3][0] == "A2.1 (control)"
     assert published[2] == ["exponent", "3", "2.98", "a paper"]
     assert sentences[2][0] == "A1"

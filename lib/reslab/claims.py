@@ -182,8 +182,11 @@ def verdict(checks: Sequence[Check]) -> tuple[Verdict, str]:
         return "inconclusive", f"control not met: {', '.join(lost)}"
     claims = [c for c in checks if c.role != "control"]
     counts = {outcome: [c for c in claims if c.outcome == outcome] for outcome in ("holds", "fails", "undecided")}
-    because = f"{len(counts['holds'])} of {len(claims)} checks hold"
-    for outcome, word in (("fails", "refuted"), ("undecided", "undecided")):
+    controls = len(checks) - len(claims)
+    because = f"{len(counts['holds'])} of {len(claims)} checks hold" + (
+        f" ({controls} controls met)" if controls else ""
+    )
+    for outcome, word in (("fails", "fail"), ("undecided", "undecided")):
         if counts[outcome]:
             because += f"; {word}: " + ", ".join(f"{c.sentence} {c.name}" for c in counts[outcome])
     if claims and len(counts["holds"]) == len(claims):

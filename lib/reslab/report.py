@@ -53,7 +53,7 @@ def _markdown(found: list[Record]) -> str:
         "# Scoreboard",
         "",
         "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that",
-        "stood in `params.yaml` before the run; n is the number of seeds.",
+        "stood in `params.yaml` before the run. n is the number of seeds; a count or a maximum over all seeds has n=1.",
         "",
         "| claim | verdict | key number | figure |",
         "|---|---|---|---|",
@@ -74,12 +74,19 @@ def _markdown(found: list[Record]) -> str:
         ]
         lines += ["", f"![{record.title}]({record.claim}.png)", ""]
         lines += [
-            "| sentence | check | estimate [95 % interval] | unit | holds if | outcome |",
-            "|---|---|---|---|---|---|",
+            "| sentence | name | check | estimate [95 % interval] | unit | holds if | outcome |",
+            "|---|---|---|---|---|---|---|",
         ]
         for check in record.checks:
             sentence = check.sentence if check.role != "control" else f"{check.sentence} (control)"
-            lines.append(_row(sentence, check.statement, check.estimate, check.unit, check.criterion, check.outcome))
+            lines.append(
+                _row(sentence, check.name, check.statement, check.estimate, check.unit, check.criterion, check.outcome)
+            )
+        if edges := [name for name, arm in record.arms.items() if arm.get("at_edge_of_grid")]:
+            lines += [
+                "",
+                f"Best rate at the edge of the rates tried, so a better one may lie beyond: {', '.join(edges)}.",
+            ]
         lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
         lines += [_row(p.what, p.published, p.ours, p.source) for p in record.published]
     tested = sorted({check.sentence for record in found for check in record.checks})

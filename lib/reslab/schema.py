@@ -22,11 +22,15 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=BaseModel)
 
 
+def _nearest(name: str, known: Iterable[str]) -> str | None:
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)), None)
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The hint that names the nearest valid name, or lists the valid ones."""
     known = sorted(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean '{close[0]}'?" if close else f"valid are: {', '.join(known) or 'none'}"
+    nearest = _nearest(name, known)
+    return f"did you mean '{nearest}'?" if nearest else f"valid are: {', '.join(known) or 'none'}"
 
 
 def validate(model: type[S], data: Any, where: str) -> S:
@@ -35,8 +39,15 @@ def validate(model: type[S], data: Any, where: str) -> S:
         # Settings hold tuples, which are hashable; YAML and JSON know only lists.
         return model.model_validate(_tuples(data))
     except ValidationError as error:
-        lines = [f"{where}: {_one_line(model, fault)}" for fault in error.errors()]
+        lines = [f"{where}: {_one_line(model, fault)}" for fault in _without_misspelt(model, error.errors())]
         raise UserError("\n".join(lines)) from None
+
+
+def _without_misspelt(model: type[BaseModel], faults: list[Any]) -> list[Any]:
+    """The faults, less each missing name whose misspelling is reported as unknown."""
+    unknown = [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]
+    meant = [(*loc[:-1], _nearest(str(loc[-1]), _fields_at(model, list(loc[:-1])))) for loc in unknown]
+    return [fault for fault in faults if fault["type"] != "missing" or fault["loc"] not in meant]
 
 
 def _tuples(data: Any) -> Any:

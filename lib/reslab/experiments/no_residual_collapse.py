@@ -101,7 +101,7 @@ QUESTIONS = {
         "A1", "trained", "accuracy gained", "it stays slightly better than guessing the commonest byte"
     ),
     "loss_gap": Question(
-        "A1", "trained", "nats per byte", "removing the skips costs test loss, each arm at its best learning rate"
+        "A1", "trained", "nats per byte", "removing the skips costs test loss, each arm at the best of the rates tried"
     ),
     "resnet_learns": Question("A1r", "control", "test accuracy", "the ResNet with its skips learns the task"),
     "resnet_removed": Question(
@@ -113,7 +113,7 @@ QUESTIONS = {
     "gradient_trained_none": Question(
         "A2.1",
         "trained",
-        "log10 (first / last)",
+        "log10 (first / last), floored at float32's epsilon, -6.92",
         "after training without skips hardly any gradient reaches the embedding",
     ),
     "gradient_trained_skip": Question("A2.1", "trained", "log10 (first / last)", "after training with skips it does"),
