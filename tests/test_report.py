@@ -2,6 +2,8 @@
 
 import ast
 import csv
+import shutil
+import subprocess
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -201,3 +203,17 @@ def test_check_of_an_unknown_sentence_is_named(figures: Path) -> None:
     claims.write(record(check(sentence="A99")), figures)
     with pytest.raises(UserError, match="A99"):
         report.write()
+
+
+def test_readme_tells_the_committed_verdicts() -> None:
+    """Skipped where figures/ was made anew since the last commit: then the README may lag behind."""
+    command = ["git", "-C", str(paths.ROOT), "diff", "--quiet", "HEAD", "--", "figures"]
+    if shutil.which("git") is None or subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("figures/ differs from the last commit, or this is no git clone")
+    rows = [line for line in (paths.ROOT / "README.md").read_text().splitlines() if line.startswith("| [`")]
+    found = {name: claims.read(paths.FIGURES / f"{name}.json") for name in notebook.names()}
+    assert len(rows) == len(found)
+    for row, (name, committed) in zip(rows, found.items(), strict=True):
+        assert name in row
+        assert committed.scale == "cpu"
+        assert row.split("|")[3].strip().split(":")[0] == committed.verdict
