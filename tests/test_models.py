@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reslab.models.decoder import CausalAttention, Decoder, DecoderConfig, Mlp
+from reslab.models.attention import Attention
+from reslab.models.decoder import Decoder, DecoderConfig
+from reslab.models.layers import Mlp
 from reslab.models.resnet import ResNet, ResNetConfig
 from reslab.probes import streams
 from reslab.residuals import ConnectionConfig, ReZero
@@ -52,7 +54,7 @@ def deviation(weight: Tensor) -> float:
 def test_no_token_sees_a_later_one(kind: str, weight: float | None, placement: str) -> None:
     model = decoder(kind, weight, placement=placement)
     for at in range(7):
-        with streams(model, model.blocks) as seen:
+        with streams(stream_places(model)) as seen:
             logits = model(tokens())
         (gradient,) = torch.autograd.grad(logits[:, at].square().sum(), seen[0])
         assert torch.count_nonzero(gradient[:, at + 1 :]) == 0
@@ -73,7 +75,7 @@ def test_shorter_sequences_are_prefixes() -> None:
 
 def test_attention_is_softmax_over_earlier_tokens() -> None:
     torch.manual_seed(0)
-    attention = CausalAttention(8, 2)
+    attention = Attention(8, 2)
     x = torch.randn(3, 5, 8)
     query, key, value = (part.view(3, 5, 2, 4).transpose(1, 2) for part in attention.query_key_value(x).chunk(3, -1))
     scores = query @ key.transpose(-1, -2) / 2
@@ -288,7 +290,7 @@ def images(count: int = 6) -> Tensor:
 
 def test_resnet_shapes() -> None:
     model = resnet(depth=3)
-    with streams(model, model.blocks) as seen:
+    with streams(stream_places(model)) as seen:
         assert model(images()).shape == (6, 10)
     assert [x.shape for x in seen] == [(6, 8, 8, 8)] * 4
     assert sum(isinstance(module, nn.Conv2d) for module in model.modules()) == 2 * 3 + 1
@@ -296,7 +298,7 @@ def test_resnet_shapes() -> None:
 
 def test_resnet_block_formula() -> None:
     model = resnet("weighted_skip", 0.3).eval()
-    with streams(model, model.blocks) as seen:
+    with streams(stream_places(model)) as seen:
         model(images())
     block = model.blocks[0]
     x = seen[0]

@@ -111,7 +111,7 @@ def hooks(model: nn.Module) -> int:
 
 def test_streams_are_the_embedding_and_every_blocks_output() -> None:
     model = decoder()
-    with probes.streams(model, blocks_of(model)) as seen:
+    with probes.streams(stream_places(model)) as seen:
         logits = model(batch()[0])
     assert len(seen) == 4
     for before, block, after in zip(seen[:-1], blocks_of(model), seen[1:], strict=True):
@@ -127,19 +127,19 @@ def test_hooks_are_gone_after_an_exception() -> None:
         raise RuntimeError("stop")
 
     own = blocks_of(model)[1].register_forward_pre_hook(stop)
-    with pytest.raises(RuntimeError, match="stop"), probes.streams(model, blocks_of(model)):
+    with pytest.raises(RuntimeError, match="stop"), probes.streams(stream_places(model)):
         model(batch()[0])
     own.remove()
     assert hooks(model) == 0
     with pytest.raises(IndexError):
-        probes.stream_profile(model, blocks_of(model), torch.full((2, 6), 99), torch.zeros(2, 6, dtype=torch.int64))
+        probes.stream_profile(model, torch.full((2, 6), 99), torch.zeros(2, 6, dtype=torch.int64))
     assert hooks(model) == 0
 
 
 def test_profile_is_made_of_the_measures() -> None:
     model, (inputs, targets) = decoder(), batch()
-    profile = probes.stream_profile(model, blocks_of(model), inputs, targets)
-    with probes.streams(model, blocks_of(model)) as seen:
+    profile = probes.stream_profile(model, inputs, targets)
+    with probes.streams(stream_places(model)) as seen:
         model(inputs)
     places = [x.detach() for x in seen]
     assert profile["token_cosine"] == pytest.approx([probes.token_cosine(x) for x in places], rel=1e-5)
@@ -151,8 +151,8 @@ def test_profile_is_made_of_the_measures() -> None:
 
 def test_gradient_norm_is_that_of_finite_differences() -> None:
     model, (inputs, targets) = decoder(), batch()
-    profile = probes.stream_profile(model, blocks_of(model), inputs, targets)
-    with torch.no_grad(), probes.streams(model, blocks_of(model)) as seen:
+    profile = probes.stream_profile(model, inputs, targets)
+    with torch.no_grad(), probes.streams(stream_places(model)) as seen:
         model(inputs)
 
     def loss_from(place: int, x: Tensor) -> float:
@@ -177,17 +177,17 @@ def test_vanishing_gradients_keep_their_size() -> None:
     shape = {"vocabulary": 32, "width": 8, "heads": 2, "context": 6, "depth": 24, "init_std": 0.1}
     model = build(DecoderConfig(**shape, connection=none, placement="none", weight_init="plain"), 0).double()  # type: ignore[arg-type]
     inputs, targets = batch()
-    with probes.streams(model, blocks_of(model)) as seen:
+    with probes.streams(stream_places(model)) as seen:
         loss = F.cross_entropy(model(inputs).transpose(1, 2), targets)
         direct = [float(gradient.norm()) for gradient in torch.autograd.grad(loss, seen)]
     assert 0 < direct[0] < 1e-46
-    profile = probes.stream_profile(model, blocks_of(model), inputs, targets)
+    profile = probes.stream_profile(model, inputs, targets)
     assert profile["gradient_norm"] == pytest.approx(direct, rel=1e-4, abs=0)
 
 
 def test_images_have_a_gradient_profile_alone() -> None:
     model = build(ResNetConfig(channels=4, depth=2, classes=10), 0)
-    profile = probes.stream_profile(model, model.blocks, torch.randn(3, 1, 8, 8), torch.arange(3))
+    profile = probes.stream_profile(model, torch.randn(3, 1, 8, 8), torch.arange(3))
     assert set(profile) == {"gradient_norm"}
     assert len(profile["gradient_norm"]) == 3
 
@@ -205,7 +205,7 @@ def test_gradients_and_mode_stay(training: bool) -> None:
     model(batch()[0]).sum().backward()
     before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     random = torch.get_rng_state()
-    probes.stream_profile(model, blocks_of(model), *batch())
+    probes.stream_profile(model, *batch())
     after = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert modes(model) == [training] * len(modes(model))
@@ -215,7 +215,7 @@ def test_gradients_and_mode_stay(training: bool) -> None:
 def test_running_statistics_stay() -> None:
     model = build(ResNetConfig(channels=4, depth=2, classes=10), 0).train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    probes.stream_profile(model, model.blocks, torch.randn(3, 1, 8, 8), torch.arange(3))
+    probes.stream_profile(model, torch.randn(3, 1, 8, 8), torch.arange(3))
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
 
 
@@ -224,12 +224,12 @@ def test_mixed_modes_stay() -> None:
     model = decoder().train()
     blocks_of(model)[0].eval()
     before = modes(model)
-    probes.stream_profile(model, blocks_of(model), *batch())
+    probes.stream_profile(model, *batch())
     assert modes(model) == before
 
 
 def test_mode_stays_after_an_exception() -> None:
     model = decoder().train()
     with pytest.raises(IndexError):
-        probes.stream_profile(model, blocks_of(model), torch.full((2, 6), 99), torch.zeros(2, 6, dtype=torch.int64))
+        probes.stream_profile(model, torch.full((2, 6), 99), torch.zeros(2, 6, dtype=torch.int64))
     assert all(modes(model))

@@ -2,14 +2,24 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["effective_rank", "mean_shift", "neighbour_cosine", "stream_profile", "streams", "token_cosine"]
+from reslab.residuals import Stack
+
+__all__ = [
+    "effective_rank",
+    "mean_shift",
+    "neighbour_cosine",
+    "stream_places",
+    "stream_profile",
+    "streams",
+    "token_cosine",
+]
 
 
 def token_cosine(x: Tensor) -> float:
@@ -49,21 +59,30 @@ def mean_shift(x: Tensor, y: Tensor) -> float:
     return float(moved.norm() / x.square().sum(-1).mean().sqrt())
 
 
+def stream_places(model: nn.Module) -> list[nn.Module]:
+    """The modules whose input is the stream, as sublayers read it, before each block and at the end: L + 1 of them.
+
+    `model` is one of ours: its `stack` has blocks, whose first sublayer reads; its `norm` ends the stream.
+    """
+    stack = model.get_submodule("stack")
+    assert isinstance(stack, Stack), "models of this package have a stack"
+    return [*stack.block_inputs(), model.get_submodule("norm")]
+
+
 @contextmanager
-def streams(model: nn.Module, blocks: nn.ModuleList) -> Iterator[list[Tensor]]:
-    """Collects the stream before the first and after each of `blocks` during a forward pass: L + 1 tensors.
+def streams(places: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collects the inputs of `places` during a forward pass, in the order they run; see `stream_places`.
 
     The hooks are gone when the context ends, also after an exception.
     """
     seen: list[Tensor] = []
 
-    def keep(x: Tensor) -> None:
-        if x.requires_grad:
-            x.retain_grad()
-        seen.append(x)
+    def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].retain_grad()
+        seen.append(inputs[0])
 
-    handles = [blocks[0].register_forward_pre_hook(lambda module, inputs: keep(inputs[0]))]
-    handles += [block.register_forward_hook(lambda module, inputs, output: keep(output)) for block in blocks]
+    handles = [place.register_forward_pre_hook(keep) for place in places]
     try:
         yield seen
     finally:
@@ -86,15 +105,15 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 Profile = dict[str, list[float]]
 
 
-def stream_profile(model: nn.Module, blocks: nn.ModuleList, inputs: Tensor, targets: Tensor) -> Profile:
-    """One list a measure, from the embedding (first) to the last block's output, L + 1 values.
+def stream_profile(model: nn.Module, inputs: Tensor, targets: Tensor) -> Profile:
+    """One list a measure, from what the first block reads to what the head does, L + 1 values.
 
     `gradient_norm` is the Frobenius norm of the mean loss's gradient by the stream at that place;
     `neighbour_cosine` and `mean_shift` compare with the place before and have L values.
     Measures over tokens treat the last axis as width and need a stream [B, T, d].
     A value is not a number or infinite where the stream is. Leaves the model's gradients and modes as they were.
     """
-    with _evaluating(model), streams(model, blocks) as seen:
+    with _evaluating(model), streams(stream_places(model)) as seen:
         logits = model(inputs)
         loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
         gradients = torch.autograd.grad(loss, seen)

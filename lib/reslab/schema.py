@@ -9,8 +9,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 __all__ = ["Settings", "UserError", "did_you_mean", "validate"]
 
 
-class UserError(Exception):
-    """The user's input is wrong. The message says what, where and what to do; the exit code is 2."""
+class UserError(ValueError):
+    """The user's input is wrong. The message says what, where and what to do; the exit code is 2.
+
+    A ValueError, so that one raised while settings are validated is reported with the place of the fault.
+    """
 
 
 class Settings(BaseModel):

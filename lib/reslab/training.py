@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -14,7 +14,7 @@ from reslab import data
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.models.resnet import ResNet, ResNetConfig
 from reslab.probes import stream_profile
-from reslab.residuals import connection_modules
+from reslab.residuals import connection_modules, connection_rates
 from reslab.schema import Settings, UserError
 
 __all__ = [
@@ -48,6 +48,8 @@ class Device(Settings):
     """Autocast dtype; weights and optimiser state stay float32."""
     compile: bool = False
     """`torch.compile` each block; all blocks share one compilation."""
+    checkpointing: bool = False
+    """Keep only each block's input for the backward pass and compute the rest again: less memory, more time."""
     threads: int = Field(default=1, ge=1)
 
     @model_validator(mode="after")
@@ -136,16 +138,21 @@ def schedule(config: Optimisation, step: int) -> float:
     return config.final_rate + (1 - config.final_rate) * (1 + math.cos(math.pi * progress)) / 2
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Weight decay for linear and convolution weights; none for embeddings, norms and all of a connection."""
+def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+    """For an optimiser: each parameter once, by its weight decay and its learning rate.
+
+    Weight decay for linear and convolution weights; none for embeddings, norms, scales and all of a connection.
+    The learning rate is multiplied where a connection says so (`Connection.rates`).
+    """
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
     decayed = {id(m.weight) for m in layers if m not in connection_modules(model)}
     decayed -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if id(p) in decayed], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if id(p) not in decayed], "weight_decay": 0.0},
-    ]
+    rates = connection_rates(model)
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        key = (weight_decay if id(parameter) in decayed else 0.0, learning_rate * rates.get(parameter, 1.0))
+        groups.setdefault(key, []).append(parameter)
+    return [{"params": group, "weight_decay": decay, "lr": rate} for (decay, rate), group in groups.items()]
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
@@ -196,9 +203,10 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResN
     """Trains `model` in place; loss and gradient norm of each step, yielded before the step's update."""
     recipe, device = config.optimisation, config.device
     parameters = list(model.parameters())
+    groups = parameter_groups(model, config.learning_rate, recipe.weight_decay)
+    peaks = [group["lr"] for group in groups]
     optimiser = torch.optim.AdamW(
-        parameter_groups(model, recipe.weight_decay),
-        lr=config.learning_rate,
+        groups,
         betas=(recipe.beta1, recipe.beta2),
         fused=True,
     )
@@ -207,6 +215,7 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResN
         torch._dynamo.reset()  # else the runs before this one count towards dynamo's limit, and it compiles no more
         for block in model.blocks:  # the block, not the model: all blocks share one compilation
             block.compile()
+    model.stack.checkpointing = device.checkpointing
     model.train()
     for step in range(recipe.steps):
         inputs, targets = _to_device(task.batch(config.seed, step, recipe.batch), device)
@@ -216,8 +225,8 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResN
         scaler.unscale_(optimiser)
         norm = nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
         yield float(loss.detach()), float(norm)
-        for group in optimiser.param_groups:
-            group["lr"] = config.learning_rate * schedule(recipe, step)
+        for group, peak in zip(optimiser.param_groups, peaks, strict=True):
+            group["lr"] = peak * schedule(recipe, step)
         scaler.step(optimiser)
         scaler.update()
         optimiser.zero_grad()
@@ -249,5 +258,5 @@ def evaluate(config: RunConfig, task: data.Task, model: nn.Module, split: data.S
 def _profile(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> dict[str, tuple[float | None, ...]]:
     """The stream's profile on the first held-out validation batch, of up to 16 examples."""
     inputs, targets = _to_device(next(task.held_out("validation")), config.device)
-    profile = stream_profile(model, model.blocks, inputs[:16], targets[:16])
+    profile = stream_profile(model, inputs[:16], targets[:16])
     return {measure: tuple(v if math.isfinite(v) else None for v in values) for measure, values in profile.items()}

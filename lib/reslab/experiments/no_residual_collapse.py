@@ -265,7 +265,7 @@ def initial_profiles(params: Params) -> pd.DataFrame:
                 )
                 model = build(config, seed).double()
                 with sdpa_kernel(SDPBackend.MATH):  # the fused backward is not finite at logits of 1e19
-                    profile = stream_profile(model, model.blocks, tokens[:, :-1], tokens[:, 1:])
+                    profile = stream_profile(model, tokens[:, :-1], tokens[:, 1:])
                 gradient = profile["gradient_norm"]
                 rows.append(
                     {

@@ -5,22 +5,27 @@ Letters: B batch, c channels, L residual blocks (two convolutions each).
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from reslab.residuals import ConnectionConfig, Residual, connect, connection_modules, reset_connections
-from reslab.schema import Settings
+from reslab.residuals import ResidualSettings, Stack, connection_modules, reset_connections
 
 __all__ = ["ResNet", "ResNetConfig"]
 
 
-class ResNetConfig(Settings):
+class ResNetConfig(ResidualSettings):
     kind: Literal["resnet"] = "resnet"
     channels: int = Field(ge=1)
     depth: int = Field(ge=1)
     """L, the number of residual blocks; the net has 2L + 1 convolutions."""
     classes: int = Field(ge=2)
-    connection: ConnectionConfig = ConnectionConfig()
+    placement: Literal["none"] = "none"
+    """The branches bring their own norms."""
+
+    @model_validator(mode="after")
+    def _connection_fits_depth(self) -> "ResNetConfig":
+        self.connection.options.require(self.depth, self.channels)
+        return self
 
     @property
     def relative_cost(self) -> float:
@@ -33,7 +38,7 @@ def _convolution(channels_in: int, channels: int) -> nn.Conv2d:
 
 
 class _Branch(nn.Sequential):
-    """Norm, ReLU, convolution, twice: [B, c, 8, 8] -> [B, c, 8, 8]."""
+    """Norm, ReLU, convolution, twice: [B, 8, 8, c] -> [B, 8, 8, c], channels last as on every stream."""
 
     def __init__(self, channels: int) -> None:
         super().__init__(
@@ -45,6 +50,9 @@ class _Branch(nn.Sequential):
             _convolution(channels, channels),
         )
 
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.movedim(-1, 1)).movedim(1, -1)
+
 
 class ResNet(nn.Module):
     """Images [B, 1, 8, 8] -> logits [B, classes]."""
@@ -53,10 +61,8 @@ class ResNet(nn.Module):
         super().__init__()
         self.config = config
         self.stem = _convolution(1, config.channels)
-        self.blocks = nn.ModuleList(
-            Residual(_Branch(config.channels), connect(config.connection), nn.Identity, "none")
-            for _ in range(config.depth)
-        )
+        branches = [{"convolutions": _Branch(config.channels)} for _ in range(config.depth)]
+        self.stack = Stack(branches, config.channels, config, nn.Identity)
         self.norm = nn.BatchNorm2d(config.channels)
         self.head = nn.Linear(config.channels, config.classes)
         self.reset_parameters()
@@ -72,10 +78,12 @@ class ResNet(nn.Module):
         self.head.reset_parameters()
         reset_connections(self)  # last, so that what they draw changes no other weight
 
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.stack.blocks
+
     def forward(self, images: Tensor) -> Tensor:
-        stream = self.stem(images)
-        for block in self.blocks:
-            stream = block(stream)
-        pooled = self.norm(stream).relu().mean((2, 3))
+        hidden = self.stack(self.stem(images).movedim(1, -1)).movedim(-1, 1)
+        pooled = self.norm(hidden).relu().mean((2, 3))
         logits: Tensor = self.head(pooled)
         return logits

@@ -1,0 +1,72 @@
+"""The heart: residual connections as one small vocabulary that every model speaks.
+
+`connection` has the two calls and the registry, `stack` puts sublayers, norms and connections together; the
+kinds are in `additive`, `depth_attention`, `hyper` and `value_residual`.
+"""
+
+from reslab.residuals.additive import (
+    Add,
+    Highway,
+    LayerNormScaling,
+    LayerScale,
+    NoConnection,
+    Rescaled,
+    ReZero,
+    Scaled,
+    SkipInit,
+    WeightedSkip,
+)
+from reslab.residuals.connection import (
+    CONNECTIONS,
+    Connection,
+    ConnectionConfig,
+    ConnectionOptions,
+    Ends,
+    Site,
+    Stream,
+    connect,
+    connection_modules,
+    connection_rates,
+    register,
+    reset_connections,
+)
+from reslab.residuals.depth_attention import AttnRes, DenseFormer, StateAttention
+from reslab.residuals.hyper import HyperConnection
+from reslab.residuals.stack import Block, Placement, Residual, ResidualSettings, Stack, require_fit
+from reslab.residuals.value_residual import ValueResidual
+
+__all__ = [
+    "CONNECTIONS",
+    "Add",
+    "AttnRes",
+    "Block",
+    "Connection",
+    "ConnectionConfig",
+    "ConnectionOptions",
+    "DenseFormer",
+    "Ends",
+    "Highway",
+    "HyperConnection",
+    "LayerNormScaling",
+    "LayerScale",
+    "NoConnection",
+    "Placement",
+    "ReZero",
+    "Rescaled",
+    "Residual",
+    "ResidualSettings",
+    "Scaled",
+    "Site",
+    "SkipInit",
+    "Stack",
+    "StateAttention",
+    "Stream",
+    "ValueResidual",
+    "WeightedSkip",
+    "connect",
+    "connection_modules",
+    "connection_rates",
+    "register",
+    "require_fit",
+    "reset_connections",
+]

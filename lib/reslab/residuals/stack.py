@@ -1,0 +1,193 @@
+"""A stack of sublayers on a residual stream: what every model is made of, whatever its connections.
+
+Letters: d width, L blocks, S sublayers in all.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import torch
+from pydantic import model_validator
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from reslab.residuals.connection import Connection, ConnectionConfig, Ends, Site, Stream, connect
+from reslab.schema import Settings, UserError
+
+__all__ = ["Block", "Placement", "Residual", "ResidualSettings", "Stack", "require_fit"]
+
+Placement = Literal["pre", "post", "sandwich", "sandwich_sum", "peri", "deepnorm", "none"]
+"""Where norms stand, written for the connection `add`:
+
+`pre` x + f(norm(x)) and `post` norm(x + f(x)) (Xiong et al. 2020, arXiv 2002.04745);
+`sandwich` x + norm(f(norm(x))), on the branch output (Ding et al. 2021, CogView, arXiv 2105.13290);
+`sandwich_sum` norm(x + f(norm(x))), after the addition;
+`peri` as `sandwich`, and a norm on the embedding (Kim et al. 2025, Peri-LN, arXiv 2502.02732);
+`deepnorm` norm(S^(1/4) x + f(x)) (Wang et al. 2022, arXiv 2203.00555: alpha = (2L)^(1/4));
+`none` x + f(x).
+"""
+
+NORM_ON_INPUT = ("pre", "sandwich", "sandwich_sum", "peri")
+NORM_ON_UPDATE = ("sandwich", "peri")
+NORM_ON_STREAM = ("post", "sandwich_sum", "deepnorm")
+
+StreamDtype = Literal["float64", "float32", "bfloat16", "float16"]
+
+
+class ResidualSettings(Settings):
+    """How a model's sublayers are connected. Model configs derive from it."""
+
+    connection: ConnectionConfig = ConnectionConfig()
+    placement: Placement = "pre"
+    stream_dtype: StreamDtype | None = None
+    """Dtype in which the stream is kept and added to; None is that of the embedding."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ResidualSettings":
+        require_fit(self.connection, self.placement)
+        return self
+
+
+def require_fit(connection: ConnectionConfig, placement: Placement) -> None:
+    """A UserError where this connection makes no sense with norms placed so."""
+    kind = connection.type
+    if placement in NORM_ON_STREAM and not kind.plain_stream:
+        raise UserError(
+            f"placement '{placement}' norms the stream, which for connection '{connection.kind}' is not one tensor; "
+            f"use one of pre, sandwich, peri, none"
+        )
+    if placement == "deepnorm" and connection.kind != "add":
+        raise UserError(f"placement 'deepnorm' is norm(alpha x + f(x)): use connection 'add', not '{connection.kind}'")
+    if kind.needs_input_norm and placement not in NORM_ON_INPUT:
+        raise UserError(
+            f"connection '{connection.kind}' scales what the norm puts out, and placement '{placement}' has none "
+            f"before the sublayer; use one of {', '.join(NORM_ON_INPUT)}"
+        )
+
+
+@runtime_checkable
+class HasValues(Protocol):
+    """An attention: its forward takes `values` [B, T, d] in place of its own ones, which `values(x)` computes."""
+
+    def values(self, x: Tensor) -> Tensor: ...
+
+
+class Residual(nn.Module):
+    """One sublayer with its connection and its norms: stream -> stream.
+
+    `branch` is f, [..., d] -> [..., d]; `norm` makes a norm of the right width; `placement` says where it stands.
+    The input of `norm_input` is what was read, the output of `norm_update` is the update: probes look there.
+    The branch runs in the dtype of its weights, the stream keeps its own.
+    """
+
+    def __init__(
+        self,
+        branch: nn.Module,
+        connection: Connection,
+        norm: Callable[[], nn.Module],
+        placement: Placement = "pre",
+    ) -> None:
+        super().__init__()
+        self.branch = branch
+        self.connection = connection
+        self.norm_input = norm() if placement in NORM_ON_INPUT else nn.Identity()
+        self.norm_update = norm() if placement in NORM_ON_UPDATE else nn.Identity()
+        self.norm_output = norm() if placement in NORM_ON_STREAM else nn.Identity()
+        self.skip_scale = connection.site.sublayers**0.25 if placement == "deepnorm" else 1.0
+        self._takes = frozenset(inspect.signature(branch.forward).parameters)
+
+    def forward(self, stream: Stream, **context: Any) -> Stream:
+        """`context` goes to the branch, as far as its forward has parameters of these names."""
+        h = self.connection.read(stream)
+        fed = self.connection.feed(self.norm_input(h)).to(self._branch_dtype(h))
+        known = {name: value for name, value in context.items() if name in self._takes}
+        if self.connection.mixes_values and isinstance(self.branch, HasValues):
+            known["values"], stream = self.connection.mix_values(stream, self.branch.values(fed))
+        update = self.norm_update(self.branch(fed, **known).to(h.dtype))
+        if update.shape != h.shape:
+            raise UserError(self._wrong_shape(h, update))
+        if self.skip_scale != 1:
+            stream = stream * self.skip_scale
+        return self.norm_output(self.connection.write(stream, update))
+
+    def _branch_dtype(self, h: Tensor) -> torch.dtype:
+        """That of the branch's weights; of what was read where it has none."""
+        weights = (p.dtype for p in self.branch.parameters() if p.dtype.is_floating_point)
+        return next(weights, h.dtype)
+
+    def _wrong_shape(self, h: Tensor, update: Tensor) -> str:
+        return (
+            f"sublayer {self.connection.site.index} ({type(self.branch).__name__}) turned {list(h.shape)} into "
+            f"{list(update.shape)}; what joins the stream must have the shape that was read"
+        )
+
+
+class Block(nn.Module):
+    """Named sublayers in turn, such as attention and MLP; the unit of compilation and of checkpointing."""
+
+    def __init__(self, **sublayers: Residual) -> None:
+        super().__init__()
+        for name, sublayer in sublayers.items():
+            self.add_module(name, sublayer)
+
+    def forward(self, stream: Stream, **context: Any) -> Stream:
+        for sublayer in self.children():
+            stream = sublayer(stream, **context)
+        return stream
+
+
+class Stack(nn.Module):
+    """Blocks of sublayers on one stream: embedding [..., d] -> what the model reads off at the end, [..., d].
+
+    `branches` has one mapping a block, from a sublayer's name to its f; `width` is d; `norm` makes a norm.
+    """
+
+    def __init__(
+        self,
+        branches: Sequence[Mapping[str, nn.Module]],
+        width: int,
+        settings: ResidualSettings,
+        norm: Callable[[], nn.Module],
+    ) -> None:
+        super().__init__()
+        config, placement = settings.connection, settings.placement
+        sublayers = sum(len(block) for block in branches)
+        self.checkpointing = False
+        """Keep only each block's input for the backward pass, and compute the rest again."""
+        self.stream_dtype = getattr(torch, settings.stream_dtype) if settings.stream_dtype else None
+        self.norm_start = norm() if placement == "peri" else nn.Identity()
+        config.options.require(sublayers, width)
+        self.ends: Ends = config.type.ends(Site(sublayers, sublayers, width), config.options)
+        self.blocks = nn.ModuleList()
+        index = 0
+        for block in branches:
+            made = {}
+            for name, branch in block.items():
+                site = Site(index, sublayers, width, has_values=isinstance(branch, HasValues))
+                made[name] = Residual(branch, connect(config, site), norm, placement)
+                index += 1
+            self.blocks.append(Block(**made))
+        self.ends.reset_parameters()
+        if config.type.mixes_values and not any(s.connection.site.has_values for s in self.sublayers()):
+            raise UserError(f"connection '{config.kind}' joins attention's values, and this model has no attention")
+
+    def sublayers(self) -> list[Residual]:
+        """All sublayers, in the order they run."""
+        return [sublayer for block in self.blocks for sublayer in block.children() if isinstance(sublayer, Residual)]
+
+    def block_inputs(self) -> list[nn.Module]:
+        """The modules whose input is what each block's first sublayer reads."""
+        firsts = [next(block.children()) for block in self.blocks]
+        return [first.norm_input for first in firsts if isinstance(first, Residual)]
+
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
+        """x [..., d] -> [..., d], in the dtype of x; `context` goes to the sublayers that take it."""
+        start = self.norm_start(x)
+        stream = self.ends.start(start if self.stream_dtype is None else start.to(self.stream_dtype))
+        for block in self.blocks:
+            if self.checkpointing and torch.is_grad_enabled():
+                stream = checkpoint(block, stream, use_reentrant=False, **context)
+            else:
+                stream = block(stream, **context)
+        return self.ends.finish(stream).to(x.dtype)
