@@ -15,20 +15,27 @@ from reslab.models.attention import Attention
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.models.layers import Mlp
 from reslab.models.resnet import ResNet, ResNetConfig
-from reslab.probes import streams
+from reslab.probes import stream_places, streams
 from reslab.residuals import ConnectionConfig, ReZero
 from reslab.training import build
 
-KINDS = [("none", None), ("add", None), ("weighted_skip", 0.3), ("rezero", None)]
+KINDS = [
+    ConnectionConfig("none"),
+    ConnectionConfig("add"),
+    ConnectionConfig("weighted_skip", weight=0.3),
+    ConnectionConfig("rezero"),
+]
 
 
-def config(kind: str = "add", weight: float | None = None, **changed: Any) -> DecoderConfig:
+def config(connection: ConnectionConfig | str = "add", **changed: Any) -> DecoderConfig:
     shape: dict[str, Any] = {"vocabulary": 40, "width": 16, "heads": 4, "context": 7, "depth": 3, "init_std": 0.2}
-    return DecoderConfig(**shape | changed, connection=ConnectionConfig(kind=kind, weight=weight))
+    if isinstance(connection, str):
+        connection = ConnectionConfig(connection)
+    return DecoderConfig(**shape | changed, connection=connection)
 
 
-def decoder(kind: str = "add", weight: float | None = None, seed: int = 0, **changed: Any) -> Decoder:
-    model = build(config(kind, weight, **changed), seed)
+def decoder(connection: ConnectionConfig | str = "add", seed: int = 0, **changed: Any) -> Decoder:
+    model = build(config(connection, **changed), seed)
     assert isinstance(model, Decoder)
     return model
 
@@ -50,9 +57,9 @@ def deviation(weight: Tensor) -> float:
 
 
 @pytest.mark.parametrize("placement", ["pre", "post", "none"])
-@pytest.mark.parametrize(("kind", "weight"), KINDS[:3])
-def test_no_token_sees_a_later_one(kind: str, weight: float | None, placement: str) -> None:
-    model = decoder(kind, weight, placement=placement)
+@pytest.mark.parametrize("connection", KINDS[:3], ids=str)
+def test_no_token_sees_a_later_one(connection: ConnectionConfig, placement: str) -> None:
+    model = decoder(connection, placement=placement)
     for at in range(7):
         with streams(stream_places(model)) as seen:
             logits = model(tokens())
@@ -75,7 +82,7 @@ def test_shorter_sequences_are_prefixes() -> None:
 
 def test_attention_is_softmax_over_earlier_tokens() -> None:
     torch.manual_seed(0)
-    attention = Attention(8, 2)
+    attention = Attention(8, 2, causal=True)
     x = torch.randn(3, 5, 8)
     query, key, value = (part.view(3, 5, 2, 4).transpose(1, 2) for part in attention.query_key_value(x).chunk(3, -1))
     scores = query @ key.transpose(-1, -2) / 2
@@ -193,7 +200,7 @@ def test_embeddings_start_as_asked(embedding: str, std: float) -> None:
 
 def test_stream_writers_are_all_of_them() -> None:
     model = decoder()
-    assert {id(m.weight) for m in model.stream_writers()} == {id(weight) for weight in writers(model)}
+    assert {id(weight) for weight in model.stream_writers()} == {id(weight) for weight in writers(model)}
 
 
 def test_layers_differ_at_the_start() -> None:
@@ -201,10 +208,10 @@ def test_layers_differ_at_the_start() -> None:
         assert not any(torch.equal(a, b) for i, a in enumerate(weights) for b in weights[:i] if a.shape == b.shape)
 
 
-@pytest.mark.parametrize(("kind", "weight"), KINDS)
+@pytest.mark.parametrize("connection", KINDS, ids=str)
 @pytest.mark.parametrize("placement", ["pre", "post", "none"])
-def test_weights_in_common_start_equal(kind: str, weight: float | None, placement: str) -> None:
-    plain, arm = decoder().state_dict(), decoder(kind, weight, placement=placement).state_dict()
+def test_weights_in_common_start_equal(connection: ConnectionConfig, placement: str) -> None:
+    plain, arm = decoder().state_dict(), decoder(connection, placement=placement).state_dict()
     common = plain.keys() & arm.keys()
     assert len(common) >= 3 + 4 * 3
     assert all(torch.equal(plain[name], arm[name]) for name in common)
@@ -257,7 +264,7 @@ def test_gradients_reach_every_parameter(placement: str) -> None:
 
 def test_rezero_loss_is_the_same_at_every_depth() -> None:
     shallow, deep = decoder("rezero", depth=1), decoder("rezero", depth=100)
-    state = deep.state_dict() | {n: v for n, v in shallow.state_dict().items() if not n.startswith("blocks")}
+    state = deep.state_dict() | {n: v for n, v in shallow.state_dict().items() if not n.startswith("stack.blocks")}
     deep.load_state_dict(state)
     assert torch.equal(loss(shallow), loss(deep))
 
@@ -277,8 +284,7 @@ def test_rezero_opens_by_alpha_alone() -> None:
 # --- ResNet ---------------------------------------------------------------------------------------
 
 
-def resnet(kind: str = "add", weight: float | None = None, depth: int = 2) -> ResNet:
-    connection = ConnectionConfig(kind=kind, weight=weight)
+def resnet(connection: ConnectionConfig = KINDS[1], depth: int = 2) -> ResNet:
     model = build(ResNetConfig(channels=8, depth=depth, classes=10, connection=connection), 0)
     assert isinstance(model, ResNet)
     return model
@@ -297,14 +303,15 @@ def test_resnet_shapes() -> None:
 
 
 def test_resnet_block_formula() -> None:
-    model = resnet("weighted_skip", 0.3).eval()
+    model = resnet(KINDS[2]).eval()
     with streams(stream_places(model)) as seen:
         model(images())
     block = model.blocks[0]
     x = seen[0]
-    first, second = block.branch[2], block.branch[5]  # type: ignore[index]
+    first, second = block.convolutions.branch[2], block.convolutions.branch[5]  # type: ignore[union-attr, index]
     scale = (1 + 1e-5) ** -0.5  # an untrained batch norm in evaluation mode
-    update = second(first((x * scale).relu()).mul(scale).relu())  # type: ignore[operator]
+    channels_first = (x * scale).relu().movedim(-1, 1)
+    update = second(first(channels_first).mul(scale).relu()).movedim(1, -1)  # type: ignore[operator]
     torch.testing.assert_close(seen[1], 0.3 * x + update)
 
 
@@ -314,9 +321,9 @@ def test_resnet_convolutions_start_he_normal() -> None:
             assert deviation(module.weight) == pytest.approx(math.sqrt(2 / (9 * module.in_channels)), rel=0.15)
 
 
-@pytest.mark.parametrize(("kind", "weight"), KINDS[1:3])
-def test_resnet_gradients_reach_every_parameter(kind: str, weight: float | None) -> None:
-    model = resnet(kind, weight)
+@pytest.mark.parametrize("connection", KINDS[1:3], ids=str)
+def test_resnet_gradients_reach_every_parameter(connection: ConnectionConfig) -> None:
+    model = resnet(connection)
     F.cross_entropy(model(images()), torch.arange(6)).backward()
     unreached = [n for n, p in model.named_parameters() if p.grad is None or torch.count_nonzero(p.grad) == 0]
     assert unreached == []
@@ -324,6 +331,6 @@ def test_resnet_gradients_reach_every_parameter(kind: str, weight: float | None)
 
 def test_resnet_weights_in_common_start_equal() -> None:
     plain = resnet().state_dict()
-    for kind, weight in KINDS:
-        arm = resnet(kind, weight).state_dict()
+    for connection in KINDS:
+        arm = resnet(connection).state_dict()
         assert all(torch.equal(value, arm[name]) for name, value in plain.items())

@@ -100,7 +100,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
-    blocks = model.get_submodule("blocks")
+    blocks = model.get_submodule("stack.blocks")
     assert isinstance(blocks, nn.ModuleList)
     return blocks
 
@@ -111,7 +111,7 @@ def hooks(model: nn.Module) -> int:
 
 def test_streams_are_the_embedding_and_every_blocks_output() -> None:
     model = decoder()
-    with probes.streams(stream_places(model)) as seen:
+    with probes.streams(probes.stream_places(model)) as seen:
         logits = model(batch()[0])
     assert len(seen) == 4
     for before, block, after in zip(seen[:-1], blocks_of(model), seen[1:], strict=True):
@@ -127,7 +127,7 @@ def test_hooks_are_gone_after_an_exception() -> None:
         raise RuntimeError("stop")
 
     own = blocks_of(model)[1].register_forward_pre_hook(stop)
-    with pytest.raises(RuntimeError, match="stop"), probes.streams(stream_places(model)):
+    with pytest.raises(RuntimeError, match="stop"), probes.streams(probes.stream_places(model)):
         model(batch()[0])
     own.remove()
     assert hooks(model) == 0
@@ -139,7 +139,7 @@ def test_hooks_are_gone_after_an_exception() -> None:
 def test_profile_is_made_of_the_measures() -> None:
     model, (inputs, targets) = decoder(), batch()
     profile = probes.stream_profile(model, inputs, targets)
-    with probes.streams(stream_places(model)) as seen:
+    with probes.streams(probes.stream_places(model)) as seen:
         model(inputs)
     places = [x.detach() for x in seen]
     assert profile["token_cosine"] == pytest.approx([probes.token_cosine(x) for x in places], rel=1e-5)
@@ -152,7 +152,7 @@ def test_profile_is_made_of_the_measures() -> None:
 def test_gradient_norm_is_that_of_finite_differences() -> None:
     model, (inputs, targets) = decoder(), batch()
     profile = probes.stream_profile(model, inputs, targets)
-    with torch.no_grad(), probes.streams(stream_places(model)) as seen:
+    with torch.no_grad(), probes.streams(probes.stream_places(model)) as seen:
         model(inputs)
 
     def loss_from(place: int, x: Tensor) -> float:
@@ -177,7 +177,7 @@ def test_vanishing_gradients_keep_their_size() -> None:
     shape = {"vocabulary": 32, "width": 8, "heads": 2, "context": 6, "depth": 24, "init_std": 0.1}
     model = build(DecoderConfig(**shape, connection=none, placement="none", weight_init="plain"), 0).double()  # type: ignore[arg-type]
     inputs, targets = batch()
-    with probes.streams(stream_places(model)) as seen:
+    with probes.streams(probes.stream_places(model)) as seen:
         loss = F.cross_entropy(model(inputs).transpose(1, 2), targets)
         direct = [float(gradient.norm()) for gradient in torch.autograd.grad(loss, seen)]
     assert 0 < direct[0] < 1e-46

@@ -1,27 +1,44 @@
-"""Residual connections: each kind's formula, its options, and that a new kind is one class."""
+"""Residual connections: each kind's formula, start and options, norm placements, and a new kind in one class."""
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reslab import residuals
 from reslab.models.decoder import Decoder, DecoderConfig
-from reslab.residuals import Add, Connection, ConnectionConfig, Residual, ReZero, connect
-from reslab.schema import UserError
+from reslab.residuals import (
+    CONNECTIONS,
+    Add,
+    Connection,
+    ConnectionConfig,
+    ConnectionOptions,
+    Residual,
+    ReZero,
+    Site,
+    Stack,
+    connect,
+    require_fit,
+)
+from reslab.residuals import connection as registry
+from reslab.residuals.hyper import sinkhorn
+from reslab.residuals.stack import Placement, ResidualSettings
+from reslab.schema import UserError, validate
 from reslab.training import build, parameter_groups
+from variants import NORMED_STREAM, VARIANTS, config, decoder, fits, tokens
+
+Register = Callable[[str], Callable[[type[Connection]], type[Connection]]]
 
 
 @pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Callable[[type[Connection]], type[Connection]]]:
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
     """`register`, whose kinds are gone after the test."""
-    monkeypatch.setattr(residuals, "CONNECTIONS", dict(residuals.CONNECTIONS))
-    return residuals.register
-
-
-Register = Callable[[str], Callable[[type[Connection]], type[Connection]]]
+    monkeypatch.setattr(registry, "CONNECTIONS", dict(registry.CONNECTIONS))
+    return registry.register
 
 
 def pair(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -30,124 +47,404 @@ def pair(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(2, 5, 8, generator=generator), torch.randn(2, 5, 8, generator=generator)
 
 
-def config(kind: str, weight: float | None = None) -> DecoderConfig:
-    connection = ConnectionConfig(kind=kind, weight=weight)
-    return DecoderConfig(vocabulary=32, width=8, heads=2, context=6, depth=2, init_std=0.3, connection=connection)
+def site(index: int = 0, sublayers: int = 6) -> Site:
+    return Site(index, sublayers, width=8)
 
 
-def logits(kind: str, weight: float | None = None) -> Tensor:
-    """Of a decoder of seed 0 on fixed tokens."""
-    out: Tensor = build(config(kind, weight), 0)(torch.arange(12).view(2, 6))
-    return out
+def made(connection: ConnectionConfig | str, index: int = 0) -> Connection:
+    chosen = VARIANTS[connection] if isinstance(connection, str) else connection
+    return connect(chosen, site(index))
 
 
-# --- formulas -------------------------------------------------------------------------------------
+# --- formulas of the kinds whose stream is a tensor -----------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("kind", "weight", "formula"),
+    ("connection", "index", "formula"),
     [
-        ("none", None, lambda x, v: v),
-        ("add", None, lambda x, v: x + v),
-        ("weighted_skip", 0.5, lambda x, v: x / 2 + v),
-        ("weighted_skip", 0.3, lambda x, v: 0.3 * x + v),
-        ("rezero", None, lambda x, v: x),
+        (ConnectionConfig("none"), 0, lambda x, v: v),
+        (ConnectionConfig("add"), 0, lambda x, v: x + v),
+        (ConnectionConfig("weighted_skip", weight=0.3), 0, lambda x, v: 0.3 * x + v),
+        (ConnectionConfig("scaled", scale=0.3), 0, lambda x, v: x + 0.3 * v),
+        (ConnectionConfig("rezero"), 0, lambda x, v: x),
+        (ConnectionConfig("skipinit"), 0, lambda x, v: x),
+        (ConnectionConfig("skipinit", initial=0.25), 0, lambda x, v: x + v / 4),
+        (ConnectionConfig("layerscale", initial=0.01), 0, lambda x, v: x + v / 100),
+        (ConnectionConfig("highway", bias=-2.0), 0, lambda x, v: x + (v - x) / (1 + math.exp(2))),
+        (ConnectionConfig("rescaled"), 0, lambda x, v: (x + v) / 2),
+        (ConnectionConfig("rescaled"), 3, lambda x, v: (4 * x + v) / 5),
+        (ConnectionConfig("layernorm_scaling"), 3, lambda x, v: x + v),
     ],
+    ids=str,
 )
-def test_formula(kind: str, weight: float | None, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
+def test_formula(connection: ConnectionConfig, index: int, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
     stream, update = (part.double() for part in pair())
-    connection = connect(ConnectionConfig(kind=kind, weight=weight))
-    torch.testing.assert_close(connection.write(stream, update), formula(stream, update))
-    assert connection.read(stream) is stream
+    kind = made(connection, index).double()
+    torch.testing.assert_close(kind.write(stream, update), formula(stream, update), rtol=1e-7, atol=1e-7)
+    assert kind.read(stream) is stream
 
 
-def test_rezero_scales_the_branch_not_the_skip() -> None:
+@pytest.mark.parametrize(("name", "parameter"), [("rezero", "alpha"), ("skipinit", "alpha"), ("layerscale", "gamma")])
+def test_learnt_scale_is_on_the_branch_not_on_the_skip(name: str, parameter: str) -> None:
     stream, update = pair()
-    connection = ReZero()
-    nn.init.constant_(connection.alpha, 0.25)
-    assert torch.equal(connection.write(stream, update), stream + 0.25 * update)
+    kind = made(name)
+    nn.init.constant_(kind.get_parameter(parameter), 0.25)
+    assert torch.equal(kind.write(stream, update), stream + 0.25 * update)
+
+
+def test_layerscale_has_one_scale_a_channel() -> None:
+    stream, update = pair()
+    kind = made("layerscale")
+    gamma = kind.get_parameter("gamma")
+    with torch.no_grad():
+        gamma.copy_(torch.arange(8.0))
+    torch.testing.assert_close(kind.write(stream, update), stream + torch.arange(8.0) * update)
+
+
+def test_highway_gate_looks_at_the_stream() -> None:
+    stream, update = pair()
+    kind = made("highway")
+    with torch.no_grad():
+        kind.get_parameter("gate.weight").copy_(torch.eye(8))
+    gate = torch.sigmoid(stream - 2)
+    torch.testing.assert_close(kind.write(stream, update), (1 - gate) * stream + gate * update)
+
+
+def test_rescaled_is_the_mean_of_embedding_and_updates() -> None:
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.randn(3, 8, generator=generator, dtype=torch.float64) for _ in range(7)]
+    stream = terms[0]
+    for index, update in enumerate(terms[1:]):
+        stream = made("rescaled", index).write(stream, update)
+    torch.testing.assert_close(stream, torch.stack(terms).mean(0))
+
+
+def test_layernorm_scaling_counts_blocks() -> None:
+    """Both sublayers of block b (from 1) get norm(x) / sqrt(b)."""
+    h, _ = pair()
+    for index, block in enumerate([1, 1, 2, 2, 3, 3]):
+        torch.testing.assert_close(made("layernorm_scaling", index).feed(h), h / math.sqrt(block))
+
+
+def test_value_residual_joins_values_with_the_first_ones() -> None:
+    kind = connect(VARIANTS["value_residual"], Site(2, 6, 8, has_values=True))
+    (x, first), (own, update) = pair(0), pair(1)
+    stream = kind.write(type(kind).ends(site(6), ConnectionOptions()).start(x), torch.zeros_like(x))
+    values, stream = kind.mix_values(stream, first)
+    torch.testing.assert_close(values, first)  # the first attention's own values, twice a half
+    values, stream = kind.mix_values(stream, own)
+    torch.testing.assert_close(values, (own + first) / 2)
+    assert torch.equal(kind.write(stream, update).x, x + update)
 
 
 def test_full_weight_is_add_and_no_weight_is_none() -> None:
-    stream, update = pair()
-    full, none = (connect(ConnectionConfig(kind="weighted_skip", weight=weight)) for weight in (1.0, 0.0))
-    assert torch.equal(full.write(stream, update), stream + update)
-    assert torch.equal(none.write(stream, update), update)
-    assert torch.equal(logits("weighted_skip", 1.0), logits("add"))
-    assert torch.equal(logits("weighted_skip", 0.0), logits("none"))
-    assert not torch.allclose(logits("weighted_skip", 0.5), logits("add"), atol=1e-3)
+    def logits(connection: ConnectionConfig) -> Tensor:
+        return decoder(connection)(tokens())
+
+    add, none = logits(ConnectionConfig("add")), logits(ConnectionConfig("none"))
+    assert torch.equal(logits(ConnectionConfig("weighted_skip", weight=1.0)), add)
+    assert torch.equal(logits(ConnectionConfig("weighted_skip", weight=0.0)), none)
+    assert torch.equal(logits(ConnectionConfig("scaled", scale=1.0)), add)
+    assert not torch.allclose(logits(ConnectionConfig("weighted_skip", weight=0.5)), add, atol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "weight"), [("add", None), ("weighted_skip", 0.3), ("rezero", None)])
-def test_stream_keeps_its_precision(kind: str, weight: float | None) -> None:
+# --- formulas of hyper-connections and of static depth weights ------------------------------------
+
+
+def test_hyper_formula() -> None:
+    """h = r H, H <- M H + b v with each token's own weights."""
+    n, d = 3, 8
+    kind = connect(ConnectionConfig("hyper", streams=n), site())
+    generator = torch.Generator().manual_seed(0)
+    for parameter in kind.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    streams = torch.randn(4, n, d, generator=generator)
+    update = torch.randn(4, d, generator=generator)
+    scale, own = kind.get_parameter("token_scale"), kind.get_parameter("token_map.weight")
+    for token in range(4):
+        H = streams[token]
+        parts = torch.tanh(F.normalize(H, dim=-1) * math.sqrt(d) @ own.T)  # [n, n + 2]
+        r = kind.get_parameter("read_weight") + scale[0] * parts[:, 0]
+        M = kind.get_parameter("mix_weight") + scale[1] * parts[:, 2:].T
+        b = kind.get_parameter("write_weight") + scale[2] * parts[:, 1]
+        torch.testing.assert_close(kind.read(streams)[token], r @ H, rtol=1e-4, atol=1e-4)
+        wanted = M @ H + torch.outer(b, update[token])
+        torch.testing.assert_close(kind.write(streams, update)[token], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_sinkhorn_is_doubly_stochastic() -> None:
+    matrix = sinkhorn(torch.randn(5, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    assert (matrix > 0).all()
+    torch.testing.assert_close(matrix.sum(-2), torch.ones(5, 4, dtype=torch.float64))
+    torch.testing.assert_close(matrix.sum(-1), torch.ones(5, 4, dtype=torch.float64), rtol=1e-3, atol=1e-3)
+
+
+def test_doubly_stochastic_mixing_keeps_the_mean_of_the_streams() -> None:
+    kind = made("hyper doubly stochastic")
+    for parameter in kind.parameters():
+        nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    streams = torch.randn(6, 4, 8, generator=torch.Generator().manual_seed(1))
+    mixed = kind.write(streams, torch.zeros(6, 8))
+    torch.testing.assert_close(mixed.mean(-2), streams.mean(-2), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["hyper", "hyper static", "hyper doubly stochastic"])
+def test_hyper_mixing_is_not_stuck(name: str) -> None:
+    """Public report: a peer's mixing matrix stayed at the identity, for it got no gradient."""
+    model = decoder(name)
+    model(tokens()).square().sum().backward()
+    inner = [p for n, p in model.named_parameters() if n.endswith(("mix_weight", "read_weight", "write_weight"))]
+    assert len(inner) == 3 * 6
+    assert all(p.grad is not None and p.grad.abs().max() > 1e-6 for p in inner[:-3])
+
+
+def test_denseformer_averages_after_each_block() -> None:
+    model = decoder("denseformer").double()
+    weights = [p for n, p in model.named_parameters() if "connection.weights" in n]
+    assert [len(w) for w in weights] == [2, 3, 4]
+    generator = torch.Generator().manual_seed(0)
+    for weight in weights:
+        nn.init.normal_(weight, generator=generator)
+
+    def branch(sublayer: Any, x: Tensor) -> Tensor:
+        return sublayer.branch(F.layer_norm(x, (16,)))
+
+    x = model.token_embedding.weight[tokens()] + model.position_embedding.weight
+    outputs = [x]
+    for block, weight in zip(model.blocks, weights, strict=True):
+        for sublayer in block.children():
+            x = x + branch(sublayer, x)
+        outputs.append(x)
+        x = sum(w * output for w, output in zip(weight, outputs, strict=True))
+    torch.testing.assert_close(model(tokens()), F.layer_norm(x, (16,)) @ model.head.weight.T)
+
+
+# --- exactly at the start -------------------------------------------------------------------------
+
+EQUAL_TO_ADD = [
+    ("scaled", {"scale": 1.0}),
+    ("skipinit", {"initial": 1.0}),
+    ("layerscale", {"initial": 1.0}),
+    ("rescaled", {}),
+    ("denseformer", {}),
+    ("hyper", {}),
+    ("hyper", {"dynamic": False, "streams": 3}),
+    ("hyper", {"doubly_stochastic": True}),
+    ("attnres", {}),
+    ("attnres", {"block": 2}),
+    ("attnres", {"block": 4}),
+    ("attnres", {"block": 6}),
+    ("attnres", {"heads": 4}),
+    ("attnres", {"key_rank": 4}),
+    ("attnres", {"key_norm": False}),
+    ("attnres", {"query": "input"}),
+    ("attnres", {"query": "none"}),
+    ("attnres", {"activation": "sigmoid"}),
+    ("attnres", {"window": 7}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), EQUAL_TO_ADD)
+def test_starts_equal_to_the_standard_model(kind: str, options: dict[str, Any]) -> None:
+    """With pre-norm and eps = 0, to rounding in float64: a mean or a half is undone by the norm."""
+    shape: dict[str, Any] = {"norm": "rmsnorm", "norm_eps": 0.0}
+    standard, model = decoder("add", **shape).double(), decoder(ConnectionConfig(kind, **options), **shape).double()
+    torch.testing.assert_close(model(tokens()), standard(tokens()), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("options", [{"window": 2}, {"stride": 2}, {"window": 3, "window_embedding": False}])
+def test_reading_a_part_of_the_history_breaks_the_equality(options: dict[str, Any]) -> None:
+    shape: dict[str, Any] = {"norm": "rmsnorm", "norm_eps": 0.0}
+    standard, model = decoder("add", **shape), decoder(ConnectionConfig("attnres", **options), **shape)
+    assert (model(tokens()) - standard(tokens())).abs().max() > 0.1
+
+
+def test_small_embedding_with_a_large_eps_breaks_the_equality() -> None:
+    """The trap: the mean over n sources is 1/n of the sum, so that eps weighs n^2 times as much."""
+
+    def deviation(eps: float) -> float:
+        shape: dict[str, Any] = {"norm": "rmsnorm", "norm_eps": eps, "embedding": "gpt2", "init_std": 0.02}
+        standard, model = (
+            decoder("add", **shape).double()(tokens()),
+            decoder("attnres full", **shape).double()(tokens()),
+        )
+        return float(((model - standard).norm() / standard.norm()).detach())
+
+    assert deviation(1e-5) > deviation(1e-6) > 0.01
+    assert deviation(1e-12) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["rezero", "skipinit closed", "layerscale closed"])
+def test_closed_branches_make_every_depth_the_same(name: str) -> None:
+    closed = {
+        "skipinit closed": ConnectionConfig("skipinit"),
+        "layerscale closed": ConnectionConfig("layerscale", initial=0.0),
+    }
+    connection = closed.get(name, VARIANTS["rezero"])
+    shallow, deep = decoder(connection, depth=1), decoder(connection, depth=30)
+    common = {n: v for n, v in shallow.state_dict().items() if not n.startswith("stack.blocks")}
+    deep.load_state_dict(deep.state_dict() | common)
+    assert torch.equal(shallow(tokens()), deep(tokens()))
+    deep(tokens()).square().mean().backward()
+    branches = [p for n, p in deep.named_parameters() if ".branch." in n]
+    scales = [p for n, p in deep.named_parameters() if n.endswith(("alpha", "gamma"))]
+    assert len(branches) == 4 * 30
+    assert all(p.grad is not None and torch.count_nonzero(p.grad) == 0 for p in branches)
+    assert all(p.grad is not None and torch.count_nonzero(p.grad) > 0 for p in scales)
+
+
+def mean_square_after(depth: int, placement: str) -> float:
+    """E x^2 at the end of an untrained stack."""
+    model = decoder("add", depth=depth, placement=placement, width=64, vocabulary=256, context=32, weight_init="plain")
+    text = torch.randint(256, (4, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        x = model.stack(model.token_embedding(text) + model.position_embedding.weight)
+    return float(x.square().mean())
+
+
+@pytest.mark.parametrize("depth", [4, 12, 48])
+def test_norm_on_the_branch_makes_the_stream_grow_by_one_a_sublayer(depth: int) -> None:
+    """E x^2 = s_0 + 2L where branches are uncorrelated; Peri-LN norms the embedding too, so that s_0 = 1."""
+    assert mean_square_after(depth, "sandwich") == pytest.approx(1.25 + 2 * depth, rel=0.2)
+    assert mean_square_after(depth, "peri") == pytest.approx(1 + 2 * depth, rel=0.2)
+
+
+@pytest.mark.parametrize("placement", ["post", "sandwich_sum", "deepnorm"])
+def test_norm_on_the_stream_keeps_it_at_one(placement: str) -> None:
+    assert mean_square_after(12, placement) == pytest.approx(1, rel=0.01)
+
+
+def last_gradient(depth: int, placement: str, seed: int) -> float:
+    """Norm of the loss gradient by the last block's second MLP matrix, as in Xiong et al. 2020, theorem 1."""
+    shape: dict[str, Any] = {"width": 64, "vocabulary": 256, "context": 32, "heads": 1, "init_std": 64**-0.5}
+    model = decoder("add", seed, depth=depth, placement=placement, weight_init="plain", **shape)
+    text = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(seed))
+    F.cross_entropy(model(text[:, :-1]).flatten(0, 1), text[:, 1:].flatten()).backward()
+    gradient = model.blocks[-1].get_submodule("mlp.branch.down").get_parameter("weight").grad
+    assert gradient is not None
+    return float(gradient.norm())
+
+
+@pytest.mark.parametrize(("placement", "slope"), [("post", 0.0), ("pre", -0.5)])
+def test_gradient_of_the_last_layer_against_depth(placement: str, slope: float) -> None:
+    depths = (2, 4, 8, 16, 32)
+    x = [math.log(depth) for depth in depths]
+    y = [math.log(sum(last_gradient(depth, placement, seed) for seed in range(3)) / 3) for depth in depths]
+    mean_x, mean_y = sum(x) / 5, sum(y) / 5
+    fitted = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True)) / sum((a - mean_x) ** 2 for a in x)
+    assert fitted == pytest.approx(slope, abs=0.12)
+
+
+def test_pre_norm_stream_grows_within_xiongs_bounds() -> None:
+    """(1 + l/2) d <= E|x_l|^2 <= (1 + 3l/2) d for l blocks (Xiong et al. 2020, lemma 2), unit-scale weights."""
+    shape: dict[str, Any] = {"width": 64, "vocabulary": 256, "context": 64, "init_std": 64**-0.5}
+    for depth in (4, 16):
+        model = decoder("add", depth=depth, weight_init="plain", **shape)
+        nn.init.zeros_(model.position_embedding.weight)
+        for block in model.blocks:  # theirs has a hidden width of d, not 4d
+            block.get_submodule("mlp.branch.down").get_parameter("weight").data /= 2
+        text = torch.randint(256, (4, 64), generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            grown = float(model.stack(model.token_embedding(text)).square().mean())
+        assert 1 + depth / 2 <= grown <= 1 + 3 * depth / 2
+
+
+# --- dtype and inputs -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n, c in VARIANTS.items() if c.type.plain_stream and n != "none"])
+def test_stream_keeps_its_precision(name: str) -> None:
     """Autocast hands over updates in bfloat16; the sum stays in float32."""
     stream, update = pair()
-    written = connect(ConnectionConfig(kind=kind, weight=weight)).write(stream, update.bfloat16())
-    assert written.dtype == torch.float32
+    assert made(name).write(stream, update.bfloat16()).dtype == torch.float32
 
 
-def test_write_leaves_its_inputs_alone() -> None:
-    for kind, weight in (("none", None), ("add", None), ("weighted_skip", 0.3), ("rezero", None)):
-        stream, update = pair()
-        connect(ConnectionConfig(kind=kind, weight=weight)).write(stream, update)
-        assert torch.equal(stream, pair()[0])
-        assert torch.equal(update, pair()[1])
+@pytest.mark.parametrize("name", [n for n, c in VARIANTS.items() if c.type.plain_stream])
+def test_write_leaves_its_inputs_alone(name: str) -> None:
+    stream, update = pair()
+    made(name).write(stream, update)
+    assert torch.equal(stream, pair()[0])
+    assert torch.equal(update, pair()[1])
 
 
 # --- choosing a kind ------------------------------------------------------------------------------
 
 
-def test_unknown_kind_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="unknown residual connection 'rezro'; did you mean 'rezero'"):
-        connect(ConnectionConfig(kind="rezro"))
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("rezro", {}, "unknown residual connection 'rezro'; did you mean 'rezero'"),
+        ("attnress", {}, "unknown residual connection 'attnress'; did you mean 'attnres'"),
+        ("weighted_skip", {}, "'weighted_skip': weight: missing; add it"),
+        ("add", {"weight": 0.5}, "'add': weight: unknown parameter; valid are: none"),
+        ("layerscale", {"intial": 0.1}, "'layerscale': intial: unknown parameter; did you mean 'initial'"),
+        ("scaled", {"scale": "big"}, "'scaled': scale: input should be a valid number, got 'big'"),
+        ("attnres", {"window": 0}, "'attnres': window: input should be greater than or equal to 1, got 0"),
+        ("attnres", {"block": 0}, "'attnres': block: input should be greater than or equal to 1, got 0"),
+        ("attnres", {"stride": 0}, "'attnres': stride: input should be greater than or equal to 1"),
+        ("attnres", {"query": "learned"}, "'attnres': query: input should be 'learnt', 'input' or 'none'"),
+        ("attnres", {"query": "none", "key_rank": 4}, "key_rank with query: none has no keys"),
+        ("attnres", {"query": "none", "key_norm": False}, "key_norm: false with query: none"),
+        ("attnres", {"window_embedding": False}, "window_embedding: false needs a window"),
+        ("attnres", {"heads": 2, "value_rank": 4}, "a compressed source has no heads"),
+        ("hyper", {"streams": 1}, "'hyper': streams: input should be greater than or equal to 2, got 1"),
+    ],
+)
+def test_wrong_kind_or_option(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ConnectionConfig(kind, **options)
 
 
-def test_missing_weight_is_asked_for() -> None:
-    with pytest.raises(UserError, match="'weighted_skip' needs a weight"):
-        connect(ConnectionConfig(kind="weighted_skip"))
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("attnres", {"block": 7}, "block 7 is larger than the 6 sublayers"),
+        ("attnres", {"heads": 3}, "width 16 or key_rank None is not divisible by heads 3"),
+        ("attnres", {"heads": 4, "key_rank": 6}, "width 16 or key_rank 6 is not divisible by heads 4"),
+        ("attnres", {"key_rank": 17}, "key_rank 17 is larger than width 16"),
+        ("attnres", {"value_rank": 17}, "value_rank 17 is larger than width 16"),
+        ("denseformer", {"period": 7}, "period 7 is larger than the 6 sublayers"),
+    ],
+)
+def test_option_that_does_not_fit_the_model(kind: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        config(ConnectionConfig(kind, **options))
+    with pytest.raises(UserError, match=message):
+        connect(ConnectionConfig(kind, **options), Site(0, 6, 16))
 
 
-@pytest.mark.parametrize("kind", ["none", "add", "rezero"])
-def test_weight_of_a_kind_without_one_is_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=f"'{kind}' takes no weight; remove weight: 0.5"):
-        connect(ConnectionConfig(kind=kind, weight=0.5))
+def test_fault_in_settings_names_its_place() -> None:
+    shape = {"vocabulary": 40, "width": 16, "heads": 4, "context": 7, "depth": 3, "init_std": 0.2}
+    with pytest.raises(UserError, match=r"params.yaml: connection: residual connection 'attnres': blok: unknown"):
+        validate(DecoderConfig, shape | {"connection": {"kind": "attnres", "blok": 2}}, "params.yaml")
+
+
+def test_config_keeps_every_option_and_survives_json() -> None:
+    chosen = ConnectionConfig("attnres", block=2)
+    assert '"window":null' in chosen.model_dump_json()
+    assert ConnectionConfig.model_validate_json(chosen.model_dump_json()) == chosen
+    assert hash(ConnectionConfig("attnres", block=2)) == hash(chosen)
+    assert ConnectionConfig("attnres", block=3) != chosen
+    assert chosen.model_dump() == validate(ConnectionConfig, {"kind": "attnres", "block": 2}, "x").model_dump()
 
 
 def test_name_is_given_once(register: Register) -> None:
     with pytest.raises(ValueError, match="'add' is registered twice"):
         register("add")(ReZero)
-    assert residuals.CONNECTIONS["add"] is Add
+    assert registry.CONNECTIONS["add"] is Add
 
 
-# --- ReZero ---------------------------------------------------------------------------------------
-
-
-def test_rezero_starts_closed_and_closes_again() -> None:
-    model = build(config("rezero"), 0)
-    alphas = [module.alpha for module in model.modules() if isinstance(module, ReZero)]
-    assert len(alphas) == 4
-    assert all(alpha.detach().item() == 0 and alpha.requires_grad for alpha in alphas)
-    for alpha in alphas:
-        nn.init.ones_(alpha)
-    model.reset_parameters()
-    assert all(alpha.detach().item() == 0 for alpha in alphas)
-
-
-def test_rezero_is_closed_after_materialisation() -> None:
-    with torch.device("meta"):
-        model = Decoder(config("rezero"))
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 7)
-    model.reset_parameters()
-    assert all(module.alpha.detach().item() == 0 for module in model.modules() if isinstance(module, ReZero))
-    assert all(writer.weight.detach().std() < 0.3 for writer in model.stream_writers())
+def test_every_kind_has_a_docstring_with_formula_and_source() -> None:
+    for name, kind in CONNECTIONS.items():
+        text = kind.__doc__ or ""
+        assert "<-" in text or "=" in text, name
+        assert "arXiv" in text or "docs/claims.md" in text, name
 
 
 # --- norm placement -------------------------------------------------------------------------------
 
 
-def residual(placement: residuals.Placement, connection: Connection) -> Residual:
+def residual(placement: Placement, connection: Connection) -> Residual:
     torch.manual_seed(0)
     return Residual(nn.Linear(8, 8), connection, lambda: nn.LayerNorm(8), placement)
 
@@ -158,10 +455,69 @@ def test_placement_is_where_the_norm_stands() -> None:
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (8,))
 
-    pre, post, none = residual("pre", Add()), residual("post", Add()), residual("none", Add())
-    torch.testing.assert_close(pre(stream), stream + pre.branch(norm(stream)))
-    torch.testing.assert_close(post(stream), norm(stream + post.branch(stream)))
-    torch.testing.assert_close(none(stream), stream + none.branch(stream))
+    f = residual("none", Add(site(), ConnectionOptions())).branch
+    formulas: dict[Placement, Tensor] = {
+        "pre": stream + f(norm(stream)),
+        "post": norm(stream + f(stream)),
+        "sandwich": stream + norm(f(norm(stream))),
+        "sandwich_sum": norm(stream + f(norm(stream))),
+        "peri": stream + norm(f(norm(stream))),
+        "deepnorm": norm(6**0.25 * stream + f(stream)),
+        "none": stream + f(stream),
+    }
+    for placement, wanted in formulas.items():
+        torch.testing.assert_close(residual(placement, made("add"))(stream), wanted)
+
+
+def test_peri_norms_the_embedding() -> None:
+    peri, sandwich = decoder(placement="peri"), decoder(placement="sandwich")
+    assert isinstance(peri.stack.norm_start, nn.LayerNorm)
+    assert isinstance(sandwich.stack.norm_start, nn.Identity)
+
+
+@pytest.mark.parametrize(("depth", "alpha"), [(3, 6**0.25), (6, 12**0.25), (100, 200**0.25)])
+def test_deepnorm_alpha(depth: int, alpha: float) -> None:
+    """(2L)^(1/4) for L blocks of two sublayers (Wang et al. 2022, fig. 2, decoder only)."""
+    sublayers = decoder(placement="deepnorm", depth=depth).stack.sublayers()
+    assert [s.skip_scale for s in sublayers] == pytest.approx([alpha] * 2 * depth)
+
+
+@pytest.mark.parametrize("placement", NORMED_STREAM)
+@pytest.mark.parametrize("name", [n for n, c in VARIANTS.items() if not c.type.plain_stream])
+def test_norm_on_a_stream_that_is_no_tensor_is_refused(name: str, placement: Placement) -> None:
+    with pytest.raises(UserError, match=f"placement '{placement}' norms the stream, which for connection"):
+        require_fit(VARIANTS[name], placement)
+    with pytest.raises(ValidationError, match="is not one tensor; use one of pre, sandwich, peri, none"):
+        config(name, placement=placement)
+
+
+def test_deepnorm_takes_the_standard_connection_alone() -> None:
+    with pytest.raises(UserError, match="use connection 'add', not 'rezero'"):
+        require_fit(VARIANTS["rezero"], "deepnorm")
+
+
+@pytest.mark.parametrize("placement", ["post", "none"])
+def test_layernorm_scaling_needs_a_norm_to_scale(placement: Placement) -> None:
+    with pytest.raises(UserError, match="scales what the norm puts out"):
+        require_fit(VARIANTS["layernorm_scaling"], placement)
+
+
+def test_value_residual_needs_attention() -> None:
+    settings = ResidualSettings(connection=VARIANTS["value_residual"])
+    with pytest.raises(UserError, match="joins attention's values, and this model has no attention"):
+        Stack([{"mlp": nn.Linear(8, 8)}], 8, settings, nn.Identity)
+
+
+def test_the_refusals_are_the_ones_the_tests_know() -> None:
+    placements: tuple[Placement, ...] = ("pre", "post", "sandwich", "sandwich_sum", "peri", "deepnorm", "none")
+    for connection in VARIANTS.values():
+        for placement in placements:
+            try:
+                require_fit(connection, placement)
+                refused = False
+            except UserError:
+                refused = True
+            assert refused is not fits(connection, placement), (connection, placement)
 
 
 def test_sublayer_sees_what_the_connection_reads() -> None:
@@ -173,11 +529,24 @@ def test_sublayer_sees_what_the_connection_reads() -> None:
             return stream - update
 
     stream, _ = pair()
-    sublayer = residual("none", Doubled())
+    sublayer = residual("none", Doubled(site(), ConnectionOptions()))
     torch.testing.assert_close(sublayer(stream), stream - sublayer.branch(2 * stream))
 
 
+def test_branch_that_changes_the_shape_is_named() -> None:
+    settings = ResidualSettings()
+    stack = Stack([{"f": nn.Linear(8, 8)}, {"f": nn.Linear(8, 4)}], 8, settings, nn.Identity)
+    with pytest.raises(UserError, match=r"sublayer 1 \(Linear\) turned \[2, 5, 8\] into \[2, 5, 4\]"):
+        stack(pair()[0])
+
+
 # --- a new kind -----------------------------------------------------------------------------------
+
+
+def logits(connection: ConnectionConfig) -> Tensor:
+    """Of a decoder of seed 0 on fixed tokens."""
+    out: Tensor = decoder(connection)(tokens())
+    return out
 
 
 def test_new_kind_works_in_a_decoder(register: Register) -> None:
@@ -186,43 +555,36 @@ def test_new_kind_works_in_a_decoder(register: Register) -> None:
         def write(self, stream: Tensor, update: Tensor) -> Tensor:
             return stream + update / 2
 
-    halved = build(config("add"), 0)
-    assert isinstance(halved, Decoder)
+    halved = decoder("add")
     with torch.no_grad():
         for writer in halved.stream_writers():
-            writer.weight /= 2
-    assert torch.equal(logits("half"), halved(torch.arange(12).view(2, 6)))
-    assert not torch.equal(logits("half"), logits("add"))
+            writer /= 2
+    assert torch.equal(logits(ConnectionConfig("half")), halved(tokens()))
+    assert not torch.equal(logits(ConnectionConfig("half")), logits(VARIANTS["add"]))
 
 
-def test_new_kind_takes_a_weight(register: Register) -> None:
-    """With and without an annotation: how its author writes the class must not change what it takes."""
-
-    @register("scaled")
-    class Scaled(Connection):
-        def __init__(self, weight: float) -> None:
-            super().__init__()
-            self.weight = weight
+def test_new_kind_takes_options(register: Register) -> None:
+    @register("tripled")
+    class Tripled(Connection):
+        class Options(ConnectionOptions):
+            factor: float = 3.0
 
         def write(self, stream: Tensor, update: Tensor) -> Tensor:
-            return stream + self.weight * update
+            return stream + self.options.factor * update
 
-    @register("plainly_scaled")
-    class PlainlyScaled(Scaled):
-        def __init__(self, weight) -> None:  # type: ignore[no-untyped-def]
-            super().__init__(weight)
-
-    assert torch.equal(logits("scaled", 0.3), logits("plainly_scaled", 0.3))
+    torch.testing.assert_close(logits(ConnectionConfig("tripled", factor=0.3)), logits(VARIANTS["scaled"]))
+    assert ConnectionConfig("tripled").model_dump() == {"kind": "tripled", "factor": 3.0}
+    with pytest.raises(UserError, match="did you mean 'factor'"):
+        ConnectionConfig("tripled", facto=1.0)
 
 
 def gated(start: Callable[[Tensor], Tensor]) -> type[Connection]:
     """x <- x + (1 + G x) v with a learnt matrix G, which the kind starts by itself."""
 
     class Gated(Connection):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(8, 8, bias=False)
-            self.reset_parameters()
+        def __init__(self, site: Site, options: ConnectionOptions) -> None:
+            super().__init__(site, options)
+            self.gate = nn.Linear(site.width, site.width, bias=False)
 
         def reset_parameters(self) -> None:
             start(self.gate.weight)
@@ -236,23 +598,64 @@ def gated(start: Callable[[Tensor], Tensor]) -> type[Connection]:
 
 def test_new_kind_owns_its_start(register: Register) -> None:
     register("gated")(gated(nn.init.zeros_))
-    gates = [p for name, p in build(config("gated"), 0).named_parameters() if "gate" in name]
-    assert len(gates) == 4
+    gates = [p for name, p in decoder(ConnectionConfig("gated")).named_parameters() if "gate" in name]
+    assert len(gates) == 6
     assert all(torch.count_nonzero(gate) == 0 for gate in gates)
 
 
 def test_weights_in_common_start_equal_beside_a_random_kind(register: Register) -> None:
     """The decoder promises it whatever the connection, so that arms are paired."""
     register("gated")(gated(nn.init.normal_))
-    plain, random = build(config("add"), 0).state_dict(), build(config("gated"), 0).state_dict()
+    plain, random = decoder("add").state_dict(), decoder(ConnectionConfig("gated")).state_dict()
     assert [name for name in plain if not torch.equal(plain[name], random[name])] == []
 
 
 def test_connections_are_not_decayed(register: Register) -> None:
     register("gated")(gated(nn.init.zeros_))
-    model = build(config("gated"), 0)
+    model = decoder(ConnectionConfig("gated"))
     gates = {id(p) for name, p in model.named_parameters() if "gate" in name}
-    decayed, free = ({id(p) for p in group["params"]} for group in parameter_groups(model, 0.1))  # type: ignore[attr-defined]
-    assert len(gates) == 4
-    assert not gates & decayed
+    groups = parameter_groups(model, 1e-3, 0.1)
+    free = {id(p) for group in groups if group["weight_decay"] == 0 for p in group["params"]}
+    assert len(gates) == 6
     assert gates <= free
+
+
+# --- where parameters stand -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_scales_norms_and_queries_are_not_decayed(name: str) -> None:
+    """Public report: weight decay on ReZero's alpha."""
+    model = decoder(name)
+    decayed = {id(p) for g in parameter_groups(model, 1e-3, 0.1) if g["weight_decay"] for p in g["params"]}
+    names = {n for n, p in model.named_parameters() if id(p) in decayed}
+    assert all(".branch." in n or n == "head.weight" for n in names)
+    assert len(names) == 4 * 3 + 1
+
+
+@pytest.mark.parametrize(
+    ("connection", "slow"),
+    [
+        (ConnectionConfig("attnres", query_rate=0.1), 7),
+        (ConnectionConfig("attnres", query_rate=0.1, query="input"), 14),
+        (ConnectionConfig("attnres", query_rate=0.1, query="none"), 7),
+        (ConnectionConfig("attnres", query_rate=0.1, key_rank=4, value_rank=4), 7),
+        (ConnectionConfig("state_attention", query_rate=0.1), 6),
+        (ConnectionConfig("attnres"), 0),
+    ],
+    ids=str,
+)
+def test_depth_queries_learn_at_their_own_rate(connection: ConnectionConfig, slow: int) -> None:
+    model = decoder(connection)
+    groups = parameter_groups(model, 1e-2, 0.1)
+    assert sum(len(g["params"]) for g in groups if g["lr"] == pytest.approx(1e-3)) == slow
+    assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
+
+
+def test_unknown_placement_is_refused() -> None:
+    with pytest.raises(ValidationError, match="placement"):
+        config(placement="sandwitch")
+
+
+def test_build_gives_the_asked_model() -> None:
+    assert isinstance(build(config("attnres block"), 0), Decoder)

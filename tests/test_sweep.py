@@ -216,7 +216,7 @@ def test_code_that_trains_counts(code_hash: CodeHash, module: str, old: str, new
     [
         ("training.py", "import math\n", "import math  # a comment\n\n\n"),
         ("training.py", "Run `config` to its end.", "Trains it."),
-        ("residuals.py", "The standard residual connection", "Plain"),
+        ("residuals/additive.py", "The standard residual connection", "Plain"),
         ("training.py", "Nats below the context-free loss", "Nats"),
         ("plotting.py", "linewidth=0.6", "linewidth=0.7"),
         ("claims.py", '"refuted"', '"wrong"'),

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from reslab import data, training
 from reslab.data import DigitsConfig
-from reslab.models.decoder import Block, DecoderConfig
+from reslab.models.decoder import DecoderConfig
 from reslab.models.resnet import ResNetConfig
-from reslab.residuals import ConnectionConfig
+from reslab.residuals import Block, ConnectionConfig
 from reslab.schema import UserError
 from reslab.training import (
     Device,
@@ -154,9 +154,10 @@ def test_schedule_without_warmup_starts_at_the_peak() -> None:
 
 def names_by_decay(model: nn.Module) -> tuple[set[str], set[str]]:
     names = {id(p): name for name, p in model.named_parameters()}
-    decayed, free = parameter_groups(model, 0.1)
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.1, 0.0)
-    first, second = ({names[id(p)] for p in group["params"]} for group in (decayed, free))  # type: ignore[attr-defined]
+    groups = {group["weight_decay"]: group for group in parameter_groups(model, 1e-3, 0.1)}
+    assert groups.keys() == {0.1, 0.0}
+    assert all(group["lr"] == 1e-3 for group in groups.values())
+    first, second = ({names[id(p)] for p in groups[decay]["params"]} for decay in (0.1, 0.0))
     assert first | second == set(names.values())
     assert not first & second
     return first, second
@@ -166,9 +167,9 @@ def test_only_matrices_decay(tiny: RunConfig) -> None:
     shape = {"connection": ConnectionConfig(kind="rezero"), "depth": 1}
     decayed, free = names_by_decay(build(with_model(tiny, **shape).model, 0))
     matrices = ("attention.branch.query_key_value", "attention.branch.project", "mlp.branch.up", "mlp.branch.down")
-    assert decayed == {f"blocks.0.{name}.weight" for name in matrices} | {"head.weight"}
+    assert decayed == {f"stack.blocks.0.{name}.weight" for name in matrices} | {"head.weight"}
     assert {"token_embedding.weight", "position_embedding.weight", "norm.weight", "norm.bias"} < free
-    assert {"blocks.0.attention.connection.alpha", "blocks.0.mlp.norm_input.weight"} < free
+    assert {"stack.blocks.0.attention.connection.alpha", "stack.blocks.0.mlp.norm_input.weight"} < free
 
 
 def test_tied_head_does_not_decay(tiny: RunConfig) -> None:
@@ -179,9 +180,9 @@ def test_tied_head_does_not_decay(tiny: RunConfig) -> None:
 
 def test_convolutions_decay_and_batch_norms_do_not() -> None:
     decayed, free = names_by_decay(build(ResNetConfig(channels=2, depth=1, classes=10), 0))
-    convolutions = {"stem.weight", "blocks.0.branch.2.weight", "blocks.0.branch.5.weight"}
+    convolutions = {"stem.weight", *(f"stack.blocks.0.convolutions.branch.{i}.weight" for i in (2, 5))}
     assert decayed == convolutions | {"head.weight"}
-    assert "blocks.0.branch.0.weight" in free
+    assert "stack.blocks.0.convolutions.branch.0.weight" in free
 
 
 def test_evaluation_weighs_every_target_alike(tiny: RunConfig) -> None:
@@ -338,7 +339,7 @@ def test_every_run_of_a_sweep_is_compiled(tiny: RunConfig, frames: Frames) -> No
     compiled = []
     for weight in (0.1, 0.3, 0.5, 0.7, 0.9):
         before = frames.count
-        connection = ConnectionConfig(kind="weighted_skip", weight=weight)
+        connection = ConnectionConfig("weighted_skip", weight=weight)
         train(at(with_model(with_recipe(tiny, steps=2), connection=connection), device=Device(compile=True)))
         compiled.append(frames.count - before)
     assert min(compiled) >= 1

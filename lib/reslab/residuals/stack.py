@@ -68,9 +68,17 @@ def require_fit(connection: ConnectionConfig, placement: Placement) -> None:
 
 @runtime_checkable
 class HasValues(Protocol):
-    """An attention: its forward takes `values` [B, T, d] in place of its own ones, which `values(x)` computes."""
+    """An attention: its forward takes `values` [B, T, d] in place of its own ones, which `values(x)` computes.
 
-    def values(self, x: Tensor) -> Tensor: ...
+    `values` gets of the context what it has parameters for, as forward does.
+    """
+
+    values: Callable[..., Tensor]
+
+
+def _accepted(function: Callable[..., Any]) -> frozenset[str]:
+    """The names of a function's parameters."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 class Residual(nn.Module):
@@ -95,7 +103,8 @@ class Residual(nn.Module):
         self.norm_update = norm() if placement in NORM_ON_UPDATE else nn.Identity()
         self.norm_output = norm() if placement in NORM_ON_STREAM else nn.Identity()
         self.skip_scale = connection.site.sublayers**0.25 if placement == "deepnorm" else 1.0
-        self._takes = frozenset(inspect.signature(branch.forward).parameters)
+        self._takes = _accepted(branch.forward)
+        self._values_take = _accepted(branch.values) if isinstance(branch, HasValues) else frozenset()
 
     def forward(self, stream: Stream, **context: Any) -> Stream:
         """`context` goes to the branch, as far as its forward has parameters of these names."""
@@ -103,7 +112,8 @@ class Residual(nn.Module):
         fed = self.connection.feed(self.norm_input(h)).to(self._branch_dtype(h))
         known = {name: value for name, value in context.items() if name in self._takes}
         if self.connection.mixes_values and isinstance(self.branch, HasValues):
-            known["values"], stream = self.connection.mix_values(stream, self.branch.values(fed))
+            own = self.branch.values(fed, **{name: known[name] for name in self._values_take & known.keys()})
+            known["values"], stream = self.connection.mix_values(stream, own)
         update = self.norm_update(self.branch(fed, **known).to(h.dtype))
         if update.shape != h.shape:
             raise UserError(self._wrong_shape(h, update))
