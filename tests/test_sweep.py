@@ -200,8 +200,8 @@ def test_name_depends_on_the_training_code(tiny: RunConfig, monkeypatch: pytest.
     ("module", "old", "new"),
     [
         ("training.py", "fused=True", "fused=False"),
-        ("residuals.py", "return stream + update", "return update + stream"),
-        ("models/decoder.py", "4 * width", "5 * width"),
+        ("residuals/additive.py", "return stream + update", "return update + stream"),
+        ("models/layers.py", "4 * width", "5 * width"),
         ("models/resnet.py", "padding=1", "padding=2"),
         ("data.py", "total // 20", "total // 21"),
         ("probes.py", "model.eval()", "model.train()"),

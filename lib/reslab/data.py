@@ -14,16 +14,35 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from reslab import paths
 from reslab.schema import Settings, UserError
 
-__all__ = ["Corpus", "CorpusConfig", "Digits", "DigitsConfig", "Split", "Task", "Text", "TextConfig", "load"]
+__all__ = [
+    "Corpus",
+    "CorpusConfig",
+    "Digits",
+    "DigitsConfig",
+    "MaskedDigits",
+    "MaskedDigitsConfig",
+    "NoisyDigits",
+    "NoisyDigitsConfig",
+    "Split",
+    "Task",
+    "TaskConfig",
+    "Text",
+    "TextConfig",
+    "load",
+]
 
 Split = Literal["validation", "test"]
-Batch = tuple[Tensor, Tensor]
+Inputs = Tensor | tuple[Tensor, ...]
+"""What a model is called with: one tensor, or one an argument."""
+
+Batch = tuple[Inputs, Tensor]
+"""Inputs and targets. Integer targets are classes; real ones are values to predict, NaN where none is asked for."""
 
 VOCABULARY = 256
 """Text is read as bytes."""
@@ -50,7 +69,7 @@ class CorpusConfig(Settings):
 
 
 class Task(Protocol):
-    """What a run needs of its data: inputs and the class of each target."""
+    """What a run needs of its data."""
 
     def batch(self, seed: int, step: int, size: int) -> Batch:
         """Training batch number `step`; the same for the same seed, step and size."""
@@ -62,7 +81,7 @@ class Task(Protocol):
 
     @property
     def context_free_loss(self) -> float:
-        """Held-out loss in nats of the best guess that does not look at the input."""
+        """Held-out loss (nats, or mean square error) of the best guess that does not look at the input."""
         ...
 
 
@@ -184,17 +203,17 @@ class Text:
                     f"context of {config.context} needs at least {config.context + 1}; use a longer text"
                 )
 
-    def _windows(self, text: NDArray[np.uint8], starts: NDArray[np.int64]) -> Batch:
+    def _windows(self, text: NDArray[np.uint8], starts: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         window = text[starts[:, None] + np.arange(self.config.context + 1)].astype(np.int64)
         tokens = torch.from_numpy(window)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def batch(self, seed: int, step: int, size: int) -> Batch:
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         text = self.corpus.splits["train"]
         starts = np.random.default_rng([seed, step]).integers(0, len(text) - self.config.context, size)
         return self._windows(text, starts)
 
-    def held_out(self, split: Split) -> Iterator[Batch]:
+    def held_out(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         text = self.corpus.splits[split]
         last = len(text) - self.config.context - 1
         starts = np.unique(np.linspace(0, last, self.config.evaluation_windows).astype(np.int64))
@@ -239,14 +258,14 @@ class Digits:
             "train": range(600, len(classes)),
         }
 
-    def batch(self, seed: int, step: int, size: int) -> Batch:
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
         train = self.ranges["train"]
         if size > len(train):
             raise UserError(f"digits: a batch of {size} is larger than the {len(train)} training images; lower it")
         chosen = np.random.default_rng([seed, step]).choice(len(train), size, replace=False) + train.start
         return self.images[chosen], self.classes[chosen]
 
-    def held_out(self, split: Split) -> Iterator[Batch]:
+    def held_out(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         part = slice(self.ranges[split].start, self.ranges[split].stop)
         yield self.images[part], self.classes[part]
 
@@ -256,7 +275,106 @@ class Digits:
         return float(np.log(10))
 
 
+class _DerivedDigits:
+    """A task made from the digits by drawing something for each image: masks or noise.
+
+    What is drawn for a batch depends on seed and step; for a held-out split, on the split alone.
+    """
+
+    def __init__(self) -> None:
+        self.digits = Digits(DigitsConfig())
+
+    def draw(self, images: Tensor, classes: Tensor, random: np.random.Generator) -> Batch:
+        """Inputs and targets of images [B, 1, 8, 8] with classes [B]."""
+        raise NotImplementedError
+
+    def batch(self, seed: int, step: int, size: int) -> Batch:
+        return self.draw(*self.digits.batch(seed, step, size), np.random.default_rng([seed, step, 1]))
+
+    def held_out(self, split: Split) -> Iterator[Batch]:
+        for images, classes in self.digits.held_out(split):
+            yield self.draw(images, classes, np.random.default_rng([0, len(split)]))
+
+
+class MaskedDigitsConfig(Settings):
+    kind: Literal["masked_digits"] = "masked_digits"
+    patch: int = Field(default=2, ge=1)
+    """Height and width in pixels of what is masked at once; that of the model."""
+    fraction: float = Field(default=0.5, gt=0, lt=1)
+    """Of the patches of an image, how many are masked."""
+
+    @model_validator(mode="after")
+    def _patch_divides_image(self) -> "MaskedDigitsConfig":
+        if 8 % self.patch:
+            raise ValueError(f"patch {self.patch} does not divide the digits' 8 pixels; use 1, 2 or 4")
+        return self
+
+
+class MaskedDigits(_DerivedDigits):
+    """Masked autoencoding: inputs images [B, 1, 8, 8] and masked [B, N]; targets the masked pixels, else NaN.
+
+    He et al. 2022, arXiv 2111.06377: the loss is on what was masked.
+    """
+
+    def __init__(self, config: MaskedDigitsConfig) -> None:
+        super().__init__()
+        self.patch, self.side = config.patch, 8 // config.patch
+        self.masked = max(1, round(config.fraction * self.side**2))
+
+    def draw(self, images: Tensor, classes: Tensor, random: np.random.Generator) -> Batch:
+        ranks = random.random((len(images), self.side**2)).argsort(-1)
+        masked = torch.from_numpy(ranks < self.masked)
+        grid = masked.unflatten(-1, (1, self.side, self.side))
+        pixels = grid.repeat_interleave(self.patch, -1).repeat_interleave(self.patch, -2)
+        return (images, masked), torch.where(pixels, images, torch.nan)
+
+    @property
+    def context_free_loss(self) -> float:
+        """Mean square error of the training images' mean."""
+        train = self.digits.ranges["train"]
+        mean = self.digits.images[train.start : train.stop].mean(0)
+        errors = torch.cat([(targets - mean).square() for _, targets in self.held_out("test")])
+        return float(errors[~errors.isnan()].mean())
+
+
+class NoisyDigitsConfig(Settings):
+    kind: Literal["noisy_digits"] = "noisy_digits"
+    labels: bool = True
+    """Models are told which digit it is."""
+
+
+class NoisyDigits(_DerivedDigits):
+    """Denoising diffusion: inputs noisy images [B, 1, 8, 8], time [B] in 0..1, classes [B]; targets the noise.
+
+    x_t = sqrt(c) x + sqrt(1 - c) noise with c = cos^2(pi t / 2) (Ho et al. 2020, arXiv 2006.11239, eq. 4; the
+    schedule of Nichol & Dhariwal 2021, arXiv 2102.09672, without its offset).
+    """
+
+    def __init__(self, config: NoisyDigitsConfig) -> None:
+        super().__init__()
+        self.labels = config.labels
+
+    def draw(self, images: Tensor, classes: Tensor, random: np.random.Generator) -> Batch:
+        time = torch.from_numpy(random.random(len(images), dtype=np.float32))
+        noise = torch.from_numpy(random.standard_normal(images.shape, dtype=np.float32))
+        angle = (torch.pi / 2 * time).view(-1, 1, 1, 1)
+        noisy = angle.cos() * images + angle.sin() * noise
+        return (noisy, time, classes) if self.labels else (noisy, time), noise
+
+    @property
+    def context_free_loss(self) -> float:
+        """That of guessing no noise: 1 in expectation."""
+        return float(torch.cat([noise for _, noise in self.held_out("test")]).square().mean())
+
+
+TaskConfig = TextConfig | DigitsConfig | MaskedDigitsConfig | NoisyDigitsConfig
+
+
 @cache
-def load(config: TextConfig | DigitsConfig) -> Task:
+def load(config: TaskConfig) -> Task:
     """The task that `config` describes; read and checked once a process."""
-    return Text(config) if isinstance(config, TextConfig) else Digits(config)
+    if isinstance(config, TextConfig):
+        return Text(config)
+    if isinstance(config, DigitsConfig):
+        return Digits(config)
+    return MaskedDigits(config) if isinstance(config, MaskedDigitsConfig) else NoisyDigits(config)

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +15,8 @@ __all__ = [
     "effective_rank",
     "mean_shift",
     "neighbour_cosine",
+    "outputs_of",
+    "stacks",
     "stream_places",
     "stream_profile",
     "streams",
@@ -59,14 +61,23 @@ def mean_shift(x: Tensor, y: Tensor) -> float:
     return float(moved.norm() / x.square().sum(-1).mean().sqrt())
 
 
+def outputs_of(model: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """What `model` puts out for its input, or for its several inputs."""
+    out: Tensor = model(inputs) if isinstance(inputs, Tensor) else model(*inputs)
+    return out
+
+
+def stacks(model: nn.Module) -> list[Stack]:
+    """The stacks of a model, in the order they run; one in all but a U-Net."""
+    return [module for module in model.modules() if isinstance(module, Stack)]
+
+
 def stream_places(model: nn.Module) -> list[nn.Module]:
     """The modules whose input is the stream, as sublayers read it, before each block and at the end: L + 1 of them.
 
-    `model` is one of ours: its `stack` has blocks, whose first sublayer reads; its `norm` ends the stream.
+    `model` is one of this package: its stacks have blocks, whose first sublayer reads; its `norm` ends the stream.
     """
-    stack = model.get_submodule("stack")
-    assert isinstance(stack, Stack), "models of this package have a stack"
-    return [*stack.block_inputs(), model.get_submodule("norm")]
+    return [*(place for stack in stacks(model) for place in stack.block_inputs()), model.get_submodule("norm")]
 
 
 @contextmanager
@@ -105,7 +116,16 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 Profile = dict[str, list[float]]
 
 
-def stream_profile(model: nn.Module, inputs: Tensor, targets: Tensor) -> Profile:
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+
+
+def stream_profile(
+    model: nn.Module,
+    inputs: Tensor | tuple[Tensor, ...],
+    targets: Tensor,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = _cross_entropy,
+) -> Profile:
     """One list a measure, from what the first block reads to what the head does, L + 1 values.
 
     `gradient_norm` is the Frobenius norm of the mean loss's gradient by the stream at that place;
@@ -114,9 +134,7 @@ def stream_profile(model: nn.Module, inputs: Tensor, targets: Tensor) -> Profile
     A value is not a number or infinite where the stream is. Leaves the model's gradients and modes as they were.
     """
     with _evaluating(model), streams(stream_places(model)) as seen:
-        logits = model(inputs)
-        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-        gradients = torch.autograd.grad(loss, seen)
+        gradients = torch.autograd.grad(loss_of(outputs_of(model, inputs), targets), seen)
     places = [place.detach().float() for place in seen]
     pairs = list(itertools.pairwise(places))
     profile = {"gradient_norm": [float(g.double().norm()) for g in gradients]}

@@ -12,8 +12,12 @@ from torch.nn import functional as F
 
 from reslab import data
 from reslab.models.decoder import Decoder, DecoderConfig
+from reslab.models.diffusion import DiffusionConfig, DiffusionTransformer
+from reslab.models.image_encoder import ImageEncoder, ImageEncoderConfig
 from reslab.models.resnet import ResNet, ResNetConfig
-from reslab.probes import stream_profile
+from reslab.models.state_space import StateSpace, StateSpaceConfig
+from reslab.models.unet import UNet, UNetConfig
+from reslab.probes import outputs_of, stacks, stream_profile
 from reslab.residuals import connection_modules, connection_rates
 from reslab.schema import Settings, UserError
 
@@ -34,7 +38,7 @@ Outcome = Literal["trained", "stalled", "diverged"]
 """`stalled`: ends less than STALL_MARGIN below the best context-free guess; `diverged`: the loss is not finite."""
 
 STALL_MARGIN = 0.05
-"""Nats below the context-free loss that a run must reach to count as trained."""
+"""How far below the context-free loss a run must come to count as trained, in nats (or units of the squared error)."""
 
 SCHEMA = 1
 """Version of `RunRecord`; a record of another version is made again."""
@@ -84,19 +88,58 @@ class Optimisation(Settings):
     """Largest norm of the whole gradient."""
 
 
+ModelConfig = DecoderConfig | StateSpaceConfig | ResNetConfig | ImageEncoderConfig | DiffusionConfig | UNetConfig
+
+Model = Decoder | ResNet | ImageEncoder | DiffusionTransformer | UNet
+
+MODELS: dict[str, type[Any]] = {
+    "decoder": Decoder,
+    "state_space": StateSpace,
+    "resnet": ResNet,
+    "image_encoder": ImageEncoder,
+    "diffusion_transformer": DiffusionTransformer,
+    "unet": UNet,
+}
+"""By the kind in their config."""
+
+SUITED = {
+    "text": ("decoder", "state_space"),
+    "digits": ("resnet", "image_encoder with head: class"),
+    "masked_digits": ("image_encoder with head: reconstruction",),
+    "noisy_digits": ("diffusion_transformer", "unet"),
+}
+"""Which models a task trains."""
+
+
 class RunConfig(Settings):
     """All that a run's numbers depend on, but for the code."""
 
-    task: data.TextConfig | data.DigitsConfig = Field(discriminator="kind")
-    model: DecoderConfig | ResNetConfig = Field(discriminator="kind")
+    task: data.TaskConfig = Field(discriminator="kind")
+    model: ModelConfig = Field(discriminator="kind")
     optimisation: Optimisation
     learning_rate: float = Field(gt=0)
     seed: int = Field(ge=0)
     device: Device
 
+    @model_validator(mode="after")
+    def _model_suits_task(self) -> "RunConfig":
+        model: str = self.model.kind
+        if isinstance(self.model, ImageEncoderConfig):
+            model += f" with head: {self.model.head}"
+        if model not in SUITED[self.task.kind]:
+            raise ValueError(f"task {self.task.kind} trains {' or '.join(SUITED[self.task.kind])}, not {model}")
+        if isinstance(self.task, data.NoisyDigitsConfig) and self.task.labels and isinstance(self.model, UNetConfig):
+            raise ValueError("a unet takes no labels; set labels: false in task noisy_digits")
+        if isinstance(self.task, data.MaskedDigitsConfig) and self.task.patch != getattr(self.model, "patch", None):
+            raise ValueError(f"task masked_digits masks patches of {self.task.patch}; give the model the same patch")
+        return self
+
 
 class RunRecord(Settings):
-    """What a run leaves behind. Losses in nats; `None` where a run diverged before it could be measured."""
+    """What a run leaves behind; `None` where a run diverged before it could be measured.
+
+    Losses are in nats, or mean square errors where the task asks for values; these have no accuracy.
+    """
 
     schema_version: int = SCHEMA
     config: RunConfig
@@ -116,10 +159,10 @@ class RunRecord(Settings):
     """The same after training; empty where the run diverged."""
 
 
-def build(config: DecoderConfig | ResNetConfig, seed: int) -> Decoder | ResNet:
+def build(config: ModelConfig, seed: int) -> Model:
     """The model at its initial weights, which depend on `config` and `seed` alone."""
     with _GENERATOR_LOCK, torch.random.fork_rng():
-        model = Decoder(config) if isinstance(config, DecoderConfig) else ResNet(config)
+        model: Model = MODELS[config.kind](config)
         torch.manual_seed(seed)  # after construction, which draws more or less according to the connection
         model.reset_parameters()
     return model
@@ -155,9 +198,15 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     return [{"params": group, "weight_decay": decay, "lr": rate} for (decay, rate), group in groups.items()]
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy in nats of logits [..., classes] against targets [...]."""
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross entropy in nats of logits [..., classes] against classes [...]; mean square error of values.
+
+    Values that are NaN among the targets do not count.
+    """
+    if not targets.is_floating_point():
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+    asked = ~targets.isnan()
+    return F.mse_loss(outputs[asked].float(), targets[asked])
 
 
 def train(config: RunConfig, report: Callable[[int, float], None] = lambda step, loss: None) -> RunRecord:
@@ -193,13 +242,13 @@ def train(config: RunConfig, report: Callable[[int, float], None] = lambda step,
     )
 
 
-def _outcome(validation: tuple[float, float] | None, context_free_loss: float) -> Outcome:
+def _outcome(validation: tuple[float, float | None] | None, context_free_loss: float) -> Outcome:
     if validation is None:
         return "diverged"
     return "trained" if validation[0] < context_free_loss - STALL_MARGIN else "stalled"
 
 
-def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> Iterator[tuple[float, float]]:
+def optimisation_steps(config: RunConfig, task: data.Task, model: Model) -> Iterator[tuple[float, float]]:
     """Trains `model` in place; loss and gradient norm of each step, yielded before the step's update."""
     recipe, device = config.optimisation, config.device
     parameters = list(model.parameters())
@@ -212,15 +261,15 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Decoder | ResN
     )
     scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
     if device.compile:
-        torch._dynamo.reset()  # else the runs before this one count towards dynamo's limit, and it compiles no more
-        for block in model.blocks:  # the block, not the model: all blocks share one compilation
-            block.compile()
-    model.stack.checkpointing = device.checkpointing
+        for stack in stacks(model):
+            stack.compile_blocks()
+    for stack in stacks(model):
+        stack.checkpointing = device.checkpointing
     model.train()
     for step in range(recipe.steps):
         inputs, targets = _to_device(task.batch(config.seed, step, recipe.batch), device)
         with _autocast(device):
-            loss = loss_of(model(inputs), targets)
+            loss = loss_of(outputs_of(model, inputs), targets)
         scaler.scale(loss).backward()
         scaler.unscale_(optimiser)
         norm = nn.utils.clip_grad_norm_(parameters, recipe.clip, foreach=True)
@@ -236,27 +285,35 @@ def _autocast(device: Device) -> torch.autocast:
     return torch.autocast(device.kind, getattr(torch, device.precision), enabled=device.precision != "float32")
 
 
-def _to_device(batch: tuple[Tensor, Tensor], device: Device) -> tuple[Tensor, Tensor]:
-    return batch[0].to(device.kind), batch[1].to(device.kind)
+def _to_device(batch: data.Batch, device: Device) -> data.Batch:
+    inputs, targets = batch
+    if isinstance(inputs, Tensor):
+        return inputs.to(device.kind), targets.to(device.kind)
+    return tuple(part.to(device.kind) for part in inputs), targets.to(device.kind)
 
 
 @torch.no_grad()
-def evaluate(config: RunConfig, task: data.Task, model: nn.Module, split: data.Split) -> tuple[float, float] | None:
-    """Mean loss in nats and accuracy over a held-out split, or None when the loss is not finite."""
+def evaluate(
+    config: RunConfig, task: data.Task, model: nn.Module, split: data.Split
+) -> tuple[float, float | None] | None:
+    """Mean loss and accuracy (of classes) over a held-out split, or None when the loss is not finite."""
     model.eval()
-    loss, right, count = 0.0, 0, 0
+    loss, right, count, classes = 0.0, 0, 0, True
     for batch in task.held_out(split):
         inputs, targets = _to_device(batch, config.device)
         with _autocast(config.device):
-            logits = model(inputs)
-        loss += float(loss_of(logits.float(), targets)) * targets.numel()
-        right += int((logits.argmax(-1) == targets).sum())
-        count += targets.numel()
-    return (loss / count, right / count) if math.isfinite(loss) else None
+            outputs = outputs_of(model, inputs)
+        classes = not targets.is_floating_point()
+        asked = targets.numel() if classes else int((~targets.isnan()).sum())
+        loss += float(loss_of(outputs.float(), targets)) * asked
+        right += int((outputs.argmax(-1) == targets).sum()) if classes else 0
+        count += asked
+    return (loss / count, right / count if classes else None) if math.isfinite(loss) else None
 
 
-def _profile(config: RunConfig, task: data.Task, model: Decoder | ResNet) -> dict[str, tuple[float | None, ...]]:
+def _profile(config: RunConfig, task: data.Task, model: Model) -> dict[str, tuple[float | None, ...]]:
     """The stream's profile on the first held-out validation batch, of up to 16 examples."""
     inputs, targets = _to_device(next(task.held_out("validation")), config.device)
-    profile = stream_profile(model, inputs[:16], targets[:16])
+    first = inputs[:16] if isinstance(inputs, Tensor) else tuple(part[:16] for part in inputs)
+    profile = stream_profile(model, first, targets[:16], loss_of)
     return {measure: tuple(v if math.isfinite(v) else None for v in values) for measure, values in profile.items()}

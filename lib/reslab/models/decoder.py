@@ -105,14 +105,18 @@ class Decoder(nn.Module):
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 
+    def new_cache(self) -> KeyValueCache | None:
+        """What `generate` remembers tokens in."""
+        return KeyValueCache()
+
     @torch.no_grad()
     def generate(
         self, tokens: Tensor, count: int, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
         """tokens [B, T] and `count` more, [B, T + count]: the likeliest at temperature 0, else drawn."""
-        cache, fed = KeyValueCache(), tokens
+        cache, fed = self.new_cache(), tokens
         for _ in range(count):
-            logits = self(fed, cache)[:, -1]
+            logits = self(tokens if cache is None else fed, cache)[:, -1]
             if temperature == 0:
                 fed = logits.argmax(-1, keepdim=True)
             else:

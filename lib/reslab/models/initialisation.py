@@ -4,7 +4,7 @@ Letters: L blocks of two sublayers, S = 2L sublayers.
 """
 
 from collections.abc import Iterator
-from typing import Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ embedding (Huang et al. 2020, "Improving Transformer Optimization Through Better
 WRITERS: tuple[Role, ...] = ("output", "down")
 
 
-@runtime_checkable
 class HasRoles(Protocol):
     """A branch that says which of its matrices play which role."""
 
@@ -60,7 +59,7 @@ def require_init(weight_init: WeightInit, placement: Placement) -> None:
 
 
 def _branches(model: nn.Module) -> Iterator[HasRoles]:
-    return (module for module in model.modules() if isinstance(module, HasRoles))
+    return (cast(HasRoles, module) for module in model.modules() if hasattr(module, "weights_by_role"))
 
 
 def stream_writers(model: nn.Module) -> list[Tensor]:

@@ -5,7 +5,7 @@ Letters: d width, L blocks, S sublayers in all.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeGuard
 
 import torch
 from pydantic import model_validator
@@ -66,7 +66,6 @@ def require_fit(connection: ConnectionConfig, placement: Placement) -> None:
         )
 
 
-@runtime_checkable
 class HasValues(Protocol):
     """An attention: its forward takes `values` [B, T, d] in place of its own ones, which `values(x)` computes.
 
@@ -74,6 +73,10 @@ class HasValues(Protocol):
     """
 
     values: Callable[..., Tensor]
+
+
+def _has_values(branch: Any) -> TypeGuard[HasValues]:
+    return hasattr(branch, "values")
 
 
 def _accepted(function: Callable[..., Any]) -> frozenset[str]:
@@ -104,14 +107,14 @@ class Residual(nn.Module):
         self.norm_output = norm() if placement in NORM_ON_STREAM else nn.Identity()
         self.skip_scale = connection.site.sublayers**0.25 if placement == "deepnorm" else 1.0
         self._takes = _accepted(branch.forward)
-        self._values_take = _accepted(branch.values) if isinstance(branch, HasValues) else frozenset()
+        self._values_take = _accepted(branch.values) if _has_values(branch) else frozenset()
 
     def forward(self, stream: Stream, **context: Any) -> Stream:
         """`context` goes to the branch, as far as its forward has parameters of these names."""
         h = self.connection.read(stream)
         fed = self.connection.feed(self.norm_input(h)).to(self._branch_dtype(h))
         known = {name: value for name, value in context.items() if name in self._takes}
-        if self.connection.mixes_values and isinstance(self.branch, HasValues):
+        if self.connection.mixes_values and _has_values(self.branch):
             own = self.branch.values(fed, **{name: known[name] for name in self._values_take & known.keys()})
             known["values"], stream = self.connection.mix_values(stream, own)
         update = self.norm_update(self.branch(fed, **known).to(h.dtype))
@@ -174,7 +177,7 @@ class Stack(nn.Module):
         for block in branches:
             made = {}
             for name, branch in block.items():
-                site = Site(index, sublayers, width, has_values=isinstance(branch, HasValues))
+                site = Site(index, sublayers, width, has_values=_has_values(branch))
                 made[name] = Residual(branch, connect(config, site), norm, placement)
                 index += 1
             self.blocks.append(Block(**made))
@@ -185,6 +188,17 @@ class Stack(nn.Module):
     def sublayers(self) -> list[Residual]:
         """All sublayers, in the order they run."""
         return [sublayer for block in self.blocks for sublayer in block.children() if isinstance(sublayer, Residual)]
+
+    def compile_blocks(self) -> None:
+        """`torch.compile` each block in place: one compilation for all where blocks differ in weights alone.
+
+        Blocks that read a history, or whose formula has their number, get one each; dynamo's limit is raised to it.
+        """
+        dynamo = torch._dynamo
+        dynamo.reset()  # else what was compiled before counts towards the limit, and no more would be compiled
+        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 2 * len(self.blocks))
+        for block in self.blocks:
+            block.compile()
 
     def block_inputs(self) -> list[nn.Module]:
         """The modules whose input is what each block's first sublayer reads."""

@@ -1,0 +1,651 @@
+"""Is every residual branch of a model at work? A probe by hooks for any model, the project's own or another's.
+
+A branch is a place where an update f is added to a stream x. Letters: B batch, T tokens, d width. ::
+
+    with ResidualHealth(model) as health:
+        for batch in data:
+            loss(model, batch).backward()
+    print(health.summary())
+"""
+
+import fnmatch
+import math
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from reslab.probes import effective_rank, token_cosine
+from reslab.residuals import Residual
+from reslab.schema import Settings, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["COLUMNS", "RECIPES", "Fault", "HealthRule", "Recipe", "ResidualHealth", "State"]
+
+State = Literal["healthy", "rewriting", "dead", "overflow", "non-finite"]
+
+
+class HealthRule(Settings):
+    """From a branch's measures to its state. A convention, not a law: set the thresholds for your model.
+
+    The often-told band of healthy ratios, 0.01 to 0.1, has no primary source we could find, so it is not used.
+    """
+
+    dead_below: float = Field(default=1e-3, ge=0)
+    """A ratio |f| / |x| below it: the branch adds next to nothing."""
+    rewriting_above: float = Field(default=1.0, gt=0)
+    """A ratio above it: the branch adds more than there was."""
+    overflow_above: float = Field(default=0.5, gt=0)
+    """A largest value above this fraction of what its dtype can hold."""
+
+    def state(self, *, finite: bool, largest: float, ratio: float) -> State:
+        """The first that holds: non-finite, overflow, dead, rewriting; otherwise healthy."""
+        if not finite:
+            return "non-finite"
+        if largest > self.overflow_above:
+            return "overflow"
+        if ratio < self.dead_below:
+            return "dead"
+        return "rewriting" if ratio > self.rewriting_above else "healthy"
+
+
+# --- where branches are ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where one branch of a known block is seen. Names are of the block's children; "" is the block itself."""
+
+    label: str
+    """Follows the block's name in the branch's name."""
+    stream: str
+    """Its input is x."""
+    update: str
+    """Its output is f."""
+    after: str | None = None
+    """Its output is the next stream; None where that is x + f."""
+
+
+_GPT2 = (
+    Recipe("attn", "ln_1", "attn"),
+    Recipe("crossattention", "ln_cross_attn", "crossattention"),
+    Recipe("mlp", "ln_2", "mlp"),
+)
+_LLAMA = (Recipe("self_attn", "input_layernorm", "self_attn"), Recipe("mlp", "post_attention_layernorm", "mlp"))
+_BERT = (
+    Recipe("attention", "attention", "attention.output.dropout", "attention.output"),
+    Recipe("mlp", "intermediate", "output.dropout", "output"),
+)
+_VIT = (Recipe("attention", "layernorm_before", "dropout"), Recipe("mlp", "layernorm_after", "dropout"))
+_MAMBA = (Recipe("mixer", "", "mixer"),)
+
+RECIPES: dict[str, tuple[Recipe, ...]] = {
+    # Hugging Face transformers 5, by the block's class; each class has the forward of the one it shares a recipe with
+    "GPT2Block": _GPT2,
+    "LlamaDecoderLayer": _LLAMA,
+    "MistralDecoderLayer": _LLAMA,
+    "Qwen2DecoderLayer": _LLAMA,
+    "Qwen3DecoderLayer": _LLAMA,
+    "BertLayer": _BERT,
+    "RobertaLayer": _BERT,
+    "ViTLayer": _VIT,
+    "MambaBlock": _MAMBA,
+    "Mamba2Block": _MAMBA,
+    # torch.nn.TransformerEncoderLayer
+    "norm_first": (Recipe("self_attn", "norm1", "dropout1"), Recipe("mlp", "norm2", "dropout2")),
+    "norm_last": (Recipe("self_attn", "self_attn", "dropout1", "norm1"), Recipe("mlp", "linear1", "dropout2", "norm2")),
+    # reslab.residuals.Residual: f is the update before the connection weighs it
+    "Residual": (Recipe("", "norm_input", "norm_update", ""),),
+}
+"""The known blocks. A branch whose children a block lacks, such as cross-attention, is not there."""
+
+
+def _recipes(block: nn.Module) -> tuple[Recipe, ...]:
+    """The branches of `block`, none where it is not known."""
+    if isinstance(block, Residual):
+        known = RECIPES["Residual"]
+    elif isinstance(block, nn.TransformerEncoderLayer):
+        known = RECIPES["norm_first" if block.norm_first else "norm_last"]
+    else:
+        known = next((RECIPES[kind.__name__] for kind in type(block).__mro__ if kind.__name__ in RECIPES), ())
+    names = {name for name, _ in block.named_modules(remove_duplicate=False)}
+    return tuple(recipe for recipe in known if {recipe.stream, recipe.update, recipe.after or ""} <= names)
+
+
+@dataclass(frozen=True, eq=False)
+class _Branch:
+    """One place to watch."""
+
+    name: str
+    stream: nn.Module
+    update: nn.Module
+    after: nn.Module | None = None
+    whole: bool = False
+    """`update` returns the next stream x + f rather than f."""
+    tokens_first: bool = False
+    """The stream is [T, B, d]."""
+
+
+def _joined(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _known_branches(model: nn.Module) -> list[_Branch]:
+    """The branches of all known blocks, in the order of the model's modules."""
+    found = []
+    for name, block in model.named_modules():
+        tokens_first = isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
+        for recipe in _recipes(block):
+            after = None if recipe.after is None else block.get_submodule(recipe.after)
+            places = block.get_submodule(recipe.stream), block.get_submodule(recipe.update), after
+            label = _joined(name, recipe.label) or type(block).__name__
+            found.append(_Branch(label, *places, tokens_first=tokens_first))
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Part by part, so that "layers.*" are the layers and not what is inside them."""
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
+
+
+def _named_branches(model: nn.Module, patterns: Sequence[str]) -> list[_Branch]:
+    """The modules that `patterns` name, each once; a UserError for a pattern that names none."""
+    if not patterns:
+        raise UserError(f"branches is empty; {_what_to_pass(model)}")
+    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
+    chosen: dict[int, _Branch] = {}
+    for pattern in patterns:
+        names = [name for name in modules if _matches(name, pattern)]
+        if not names:
+            where = type(model).__name__
+            raise UserError(f"branches: no module of {where} is named '{pattern}'; {_nearest(pattern, modules)}")
+        for name in names:
+            module = modules[name]
+            chosen.setdefault(id(module), _Branch(name, module, module, whole=True))
+    return list(chosen.values())
+
+
+def _nearest(pattern: str, names: Mapping[str, nn.Module]) -> str:
+    """The hint at the nearest name of the same depth, with stars for numbers where a model has too many to list."""
+    level = {name for name in names if name.count(".") == pattern.count(".")}
+    starred = {re.sub(r"\b\d+\b", "*", name) for name in level}
+    hint = did_you_mean(pattern, starred if "*" in pattern else level)
+    return hint if hint.startswith("did") else did_you_mean(pattern, starred or {n for n in names if "." not in n})
+
+
+def _what_to_pass(model: nn.Module) -> str:
+    """What the user is to write, with the lists of modules that may be meant."""
+    lists = [
+        f"'{_joined(name, '*')}' ({len(module)} x {type(module[0]).__name__})"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module)
+    ]
+    wanted = "pass branches=[...] with the names of modules that take the stream and return it"
+    return f"{wanted}; candidates: {', '.join(lists)}" if lists else f"{wanted}, as model.named_modules() has them"
+
+
+# --- measures -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Row:
+    """What is known of one branch at one recorded step: plain numbers, nothing of the model."""
+
+    step: int
+    name: str
+    ratio: float
+    update_norm: float
+    stream_norm: float
+    token_cosine: float
+    effective_rank: float
+    largest: float
+    stream_finite: bool
+    finite: bool
+    layer: int = 0
+    block_influence: float = math.nan
+    gradient_norm: float = math.nan
+
+
+COLUMNS = (
+    "step",
+    "layer",
+    "name",
+    "ratio",
+    "update_norm",
+    "stream_norm",
+    "token_cosine",
+    "effective_rank",
+    "gradient_norm",
+    "block_influence",
+    "state",
+    "finite",
+    "largest",
+)
+"""Columns of `ResidualHealth.table`."""
+
+
+class _Tokens:
+    """A copy of a stream or update in float32 (float64 stays), scaled so that no norm overflows or vanishes."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.dtype = tensor.dtype
+        tensor = _wide(tensor)
+        low, high = torch.aminmax(tensor)  # both not a number where a value is
+        self.largest = float(torch.maximum(-low, high))
+        exponent = math.frexp(self.largest)[1] if self.finite else 0
+        self.scale = 2.0 ** max(-126, min(exponent, 126))  # a power of two scales without rounding
+        self.scaled = tensor / self.scale
+        self.norms = torch.linalg.vector_norm(self.scaled, dim=-1)
+
+    @property
+    def unscaled(self) -> Tensor:
+        return self.scaled * self.scale
+
+    @property
+    def norm(self) -> float:
+        return self.scale * float(self.norms.mean())
+
+    @property
+    def finite(self) -> bool:
+        return math.isfinite(self.largest)
+
+    @property
+    def share(self) -> float:
+        """The largest magnitude relative to what the dtype can hold."""
+        return self.largest / torch.finfo(self.dtype).max
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.detach() if x.dtype in (torch.float32, torch.float64) else x.detach().float()
+
+
+def _ratio(f: _Tokens, x: _Tokens) -> float:
+    """Mean of |f| / |x| over tokens with x != 0, such as all but padding; over none, infinite, or 0 where f is 0."""
+    counted = x.norms != 0
+    if not counted.any():
+        return 0.0 if f.largest == 0 else math.inf
+    return float((f.norms[counted] / x.norms[counted]).mean()) * (f.scale / x.scale)
+
+
+def _block_influence(x: _Tokens, y: _Tokens) -> float:
+    """1 - mean cosine between a token before and after, over tokens where neither is zero."""
+    counted = (x.norms != 0) & (y.norms != 0)
+    dots = (x.scaled * y.scaled).sum(-1)
+    return 1 - float((dots[counted] / x.norms[counted] / y.norms[counted]).mean())
+
+
+def _token_measures(x: _Tokens, sequences: int, tokens_first: bool) -> tuple[float, float]:
+    """Token cosine and effective rank, which know no scale; not numbers unless x has axes B, T and d."""
+    if x.scaled.ndim != 3 or not x.finite:
+        return math.nan, math.nan
+    values = x.scaled.transpose(0, 1) if tokens_first else x.scaled
+    return token_cosine(values), effective_rank(values[:sequences]) if sequences else math.nan
+
+
+def _tensor_in(value: Any) -> Tensor | None:
+    """The first floating-point tensor of a module's input or output."""
+    if isinstance(value, Tensor):
+        return value if value.is_floating_point() else None
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        return next((found for found in map(_tensor_in, value) if found is not None), None)
+    return None
+
+
+@dataclass
+class _Visit:
+    """One passage through a branch, from where the stream is seen on."""
+
+    shape: torch.Size
+    x: _Tokens
+    """A copy, for the branch may change its input in place."""
+    place: int
+    """Where its row goes."""
+    update: _Tokens | None = None
+    """f, until the next stream is seen."""
+    row: _Row | None = None
+
+
+@dataclass
+class _Pass:
+    """A forward pass while it is recorded."""
+
+    step: int
+    rows: list[_Row | None] = field(default_factory=list)
+    """One for each time a stream was seen, in order; None until the update is."""
+    open: dict[_Branch, _Visit] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The branch in which values first overflow or are not finite."""
+
+    step: int
+    layer: int
+    name: str
+    state: State
+    stream_finite: bool
+    """x was finite going in, so that this branch is the origin; otherwise something before it is."""
+
+    def __str__(self) -> str:
+        origin = "the stream going in was finite" if self.stream_finite else "the stream going in was so already"
+        return f"step {self.step}: {self.name} (layer {self.layer}) is the first that is {self.state}; {origin}"
+
+
+def _in_backward() -> bool:
+    """A backward pass is under way: activation checkpointing computes a forward pass again."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def _note_gradient(row: _Row, gradient: Tensor) -> None:
+    row.gradient_norm = _Tokens(gradient.detach().reshape(1, -1)).norm
+
+
+# --- the probe ------------------------------------------------------------------------------------
+
+
+class ResidualHealth:
+    """Measures every residual branch of `model` on every `every`-th forward pass, the first included.
+
+    Measures, each of one branch at one step; x is the stream going in, f the update, token norms are over the last
+    axis. Means are over all tokens, padding included; ratio and block influence leave out tokens where x is zero.
+
+    - `update_norm`, `stream_norm`: mean token norm of f and of x; `ratio`: mean of |f| / |x|.
+    - `token_cosine`, `effective_rank`: of x [B, T, d] as in `reslab.probes`, the latter of the first `sequences`
+      sequences; not numbers for a stream of another shape, nor the latter with `sequences` 0.
+    - `gradient_norm`: Frobenius norm of the gradient of what `backward` was last called on by f; not a number without.
+    - `block_influence`: 1 - mean cosine between x and the next stream (Men et al. 2024, ShortGPT, arXiv 2403.03853);
+      the next stream is x + f, or the normed sum where a norm follows (Post-LN) or what the connection makes of it.
+      Where a connection keeps more than one tensor, x + f stands for it.
+    - `largest`: the largest magnitude in x and f (in the block's output, for `branches` by name) relative to what
+      its dtype can hold; `finite`: no value there is infinite or not a number.
+    - `state`: by `rule`, see `HealthRule`.
+
+    The branches of the blocks in `RECIPES` are found by themselves. Others are given as `branches`: names of modules
+    that take the stream and return it, as "layers.0", or patterns as "layers.*" (a star stays within its part of the
+    name); then f is the output less the input. A block that runs twice in a pass has two rows.
+
+    The model's outputs and gradients stay the same bit for bit, with one exception: where nn.TransformerEncoderLayer
+    takes its fused inference path (evaluation mode without gradients), that is switched off in passes that are
+    recorded, for it hides the stream; outputs then differ by rounding, and at padded positions. Forward passes that
+    recompute for activation checkpointing are not counted. A forward pass that fails leaves no record.
+    A recorded pass costs some 2 to 7 ms a branch of 64 to 128 tokens and as wide on a CPU core, less than half of it
+    for the singular values, which grow with T^2 d: for long sequences raise `every` or set `sequences` to 0.
+
+    A UserError says so when no branch is found, a name matches none, or (in the forward pass, after the probe has
+    taken itself off the model) a branch has an update of another shape than its stream.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        branches: str | Sequence[str] | None = None,
+        every: int = 20,
+        sequences: int = 2,
+        rule: HealthRule | None = None,
+    ) -> None:
+        if every < 1:
+            raise UserError(f"every is {every}; give 1 to record each forward pass, or more")
+        if sequences < 0:
+            raise UserError(f"sequences is {sequences}; give how many to take effective ranks of, 0 for none")
+        self.rule = rule or HealthRule()
+        self._model, self._every, self._sequences = model, every, sequences
+        if branches is None:
+            self._branches = _known_branches(model)
+            if not self._branches:
+                raise UserError(f"{type(model).__name__} has no block that is known; {_what_to_pass(model)}")
+        else:
+            self._branches = _named_branches(model, [branches] if isinstance(branches, str) else branches)
+        self._hides_stream = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
+        self._rows: list[_Row] = []
+        self._passes = 0
+        self._pass: _Pass | None = None
+        self._inner: list[RemovableHandle] = []
+        self._restore_fast_path = False
+        # The order matters: `_finish` is not called when the forward pass fails, `_end` always is.
+        self._outer = [
+            model.register_forward_pre_hook(self._begin, with_kwargs=True),
+            model.register_forward_hook(self._finish),
+            model.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def __enter__(self) -> "ResidualHealth":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        """Take all hooks off the model. What was recorded stays; a second call does nothing."""
+        self._stop()
+        for handle in self._outer:
+            handle.remove()
+        self._outer = []
+
+    # hooks on the model: which passes are recorded
+
+    def _begin(self, model: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        if _in_backward():
+            return
+        self._stop()  # the pass before was cut short by an interrupt (Ctrl-C), where PyTorch calls no hook
+        step = self._passes
+        self._passes += 1
+        if step % self._every:
+            return
+        self._pass = _Pass(step)
+        if self._hides_stream and torch.backends.mha.get_fastpath_enabled():
+            torch.backends.mha.set_fastpath_enabled(False)
+            self._restore_fast_path = True
+        for branch in self._branches:
+            self._watch(branch)
+            if branch.stream is model:  # hooks that are added now come too late for this pass
+                self._see_stream(branch, model, inputs, named)
+
+    def _watch(self, branch: _Branch) -> None:
+        see_stream, see_update = partial(self._see_stream, branch), partial(self._see_update, branch)
+        self._inner.append(branch.stream.register_forward_pre_hook(see_stream, with_kwargs=True))
+        self._inner.append(branch.update.register_forward_hook(see_update))
+        if branch.after is not None:
+            self._inner.append(branch.after.register_forward_hook(partial(self._see_after, branch)))
+
+    def _finish(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        if self._pass is None or _in_backward():
+            return
+        for branch in self._branches:
+            if branch.after is model:  # the hook for it would run after this one
+                self._see_after(branch, model, inputs, output)
+        rows = [row for row in self._pass.rows if row is not None]
+        for layer, row in enumerate(rows):
+            row.layer = layer
+        self._rows += rows
+
+    def _end(self, *_: Any) -> None:
+        if not _in_backward():
+            self._stop()
+
+    def _stop(self) -> None:
+        """Leave the model as between two recorded passes; what was not finished is forgotten."""
+        self._pass = None
+        for handle in self._inner:
+            handle.remove()
+        self._inner = []
+        if self._restore_fast_path:
+            torch.backends.mha.set_fastpath_enabled(True)
+            self._restore_fast_path = False
+
+    # hooks on the branches, during a recorded pass alone
+
+    @torch.no_grad()
+    def _see_stream(self, branch: _Branch, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+        if self._pass is None or _in_backward():
+            return
+        x = _tensor_in((inputs, named))
+        if x is None:
+            raise self._unfit(branch, "its input has no floating-point tensor")
+        if x.numel():
+            self._pass.open[branch] = _Visit(x.shape, _Tokens(x), len(self._pass.rows))
+            self._pass.rows.append(None)
+
+    def _see_update(self, branch: _Branch, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._pass is None or _in_backward():
+            return
+        visit = self._pass.open.get(branch)
+        if visit is None or visit.row is not None:
+            return
+        seen = _tensor_in(output)
+        if seen is None:
+            raise self._unfit(branch, "its output has no floating-point tensor")
+        if seen.shape != visit.shape:
+            raise self._unfit(branch, f"its input is {list(visit.shape)} and its output {list(seen.shape)}")
+        visit.row = self._pass.rows[visit.place] = self._measure(branch, visit, seen)
+        if seen.requires_grad:
+            seen.register_hook(partial(_note_gradient, visit.row))
+        if branch.whole:
+            self._close(branch, visit, seen)
+        elif branch.after is None:
+            self._close(branch, visit, None)
+
+    @torch.no_grad()
+    def _close(self, branch: _Branch, visit: _Visit, after: Tensor | None) -> None:
+        """The next stream is `after`, or x + f."""
+        assert self._pass is not None
+        assert visit.row is not None
+        assert visit.update is not None
+        y = _Tokens(visit.x.unscaled + visit.update.unscaled if after is None else after)
+        visit.row.block_influence = _block_influence(visit.x, y)
+        del self._pass.open[branch]
+
+    def _see_after(self, branch: _Branch, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._pass is None or _in_backward():
+            return
+        visit = self._pass.open.get(branch)
+        if visit is None or visit.row is None:
+            return
+        plain = isinstance(output, Tensor) and output.shape == visit.shape
+        self._close(branch, visit, output if plain else None)
+
+    @torch.no_grad()
+    def _measure(self, branch: _Branch, visit: _Visit, output: Tensor) -> _Row:
+        assert self._pass is not None
+        x, seen = visit.x, _Tokens(output)
+        f = visit.update = _Tokens(_wide(output) - x.unscaled) if branch.whole else seen
+        cosine, rank = _token_measures(x, self._sequences, branch.tokens_first)
+        return _Row(
+            step=self._pass.step,
+            name=branch.name,
+            ratio=_ratio(f, x),
+            update_norm=f.norm,
+            stream_norm=x.norm,
+            token_cosine=cosine,
+            effective_rank=rank,
+            largest=max(x.share, seen.share),
+            stream_finite=x.finite,
+            finite=x.finite and seen.finite,
+        )
+
+    def _unfit(self, branch: _Branch, fault: str) -> UserError:
+        self.remove()
+        what = f"{branch.name} ({type(branch.update).__name__})"
+        return UserError(
+            f"{what} cannot be measured as a residual branch: {fault}; "
+            f"give branches=[...] with modules that return a stream of the shape they take"
+        )
+
+    # what was recorded
+
+    def table(self) -> "pd.DataFrame":
+        """One row a branch and recorded step, in the order they ran, with the columns `COLUMNS`.
+
+        `step` counts forward passes from 0; `layer` is the branch's place in its pass, from 0. Gradient norms are
+        there once `backward` was called.
+        """
+        import pandas as pd
+
+        rows = [{**vars(row), "state": self._state(row)} for row in self._rows]
+        return pd.DataFrame(rows, columns=list(COLUMNS))
+
+    def summary(self) -> str:
+        """The latest recorded step in one line: how many branches are in which state, and which are not healthy."""
+        rows = self._latest()
+        if not rows:
+            return f"no forward pass of {type(self._model).__name__} recorded yet"
+        states = [self._state(row) for row in rows]
+        counts = Counter(states)
+        told = []
+        for state in ("healthy", "rewriting", "dead", "overflow", "non-finite"):
+            if counts[state]:
+                names = [_told(row, state) for row, its in zip(rows, states, strict=True) if its == state]
+                listed = "" if state == "healthy" else f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+                told.append(f"{counts[state]} {state}{listed}")
+        noun = "branch" if len(rows) == 1 else "branches"
+        return f"{len(rows)} {noun} at step {rows[0].step}: {', '.join(told)}"
+
+    def first_fault(self) -> Fault | None:
+        """The first branch, in forward order, of the first recorded step that has overflow or non-finite values."""
+        for row in self._rows:
+            if (state := self._state(row)) in ("overflow", "non-finite"):
+                return Fault(row.step, row.layer, row.name, state, row.stream_finite)
+        return None
+
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
+        """Ratio by layer on a log axis, a line a recorded step, dark to light, with the rule's thresholds dashed.
+
+        Ratios under a tenth of `dead_below` are drawn there; those that are not finite are gaps.
+        """
+        from reslab import plotting
+
+        if ax is not None:
+            return self._draw(ax)
+        with plotting.figure(1, 1) as (_, axes):
+            return self._draw(axes[0])
+
+    def _draw(self, ax: "Axes") -> "Axes":
+        import seaborn as sns
+
+        from reslab import plotting
+
+        steps = sorted({row.step for row in self._rows})
+        labelled = {steps[round(i * (len(steps) - 1) / 4)] for i in range(5)} if steps else set()
+        colours = sns.color_palette("cividis", len(steps))
+        floor = self.rule.dead_below / 10
+        for step, colour in zip(steps, colours, strict=True):
+            rows = [row for row in self._rows if row.step == step]
+            ratios = [max(row.ratio, floor) if math.isfinite(row.ratio) else math.nan for row in rows]
+            label = f"step {step}" if step in labelled else None
+            ax.plot([row.layer for row in rows], ratios, color=colour, marker=".", label=label)
+        for limit, name in ((self.rule.dead_below, "dead below"), (self.rule.rewriting_above, "rewriting above")):
+            ax.axhline(limit, color=plotting.COLOURS["control"], linestyle="--", linewidth=1)
+            ax.annotate(name, (1, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+        ax.set(yscale="log", xlabel="layer", ylabel="|update| / |stream|", title="Residual branches")
+        if steps:
+            ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        return ax
+
+    def _latest(self) -> list[_Row]:
+        return [row for row in self._rows if row.step == self._rows[-1].step]
+
+    def _state(self, row: _Row) -> State:
+        return self.rule.state(finite=row.finite, largest=row.largest, ratio=row.ratio)
+
+
+def _told(row: _Row, state: State) -> str:
+    """The branch's name with the number that put it in its state."""
+    if state == "non-finite":
+        return row.name
+    return f"{row.name} {row.largest:.2g} of its dtype" if state == "overflow" else f"{row.name} {row.ratio:.3g}"
