@@ -11,9 +11,21 @@ import numpy as np
 import pooch
 import pytest
 import torch
+from pydantic import ValidationError
 
 from reslab import data, params, paths
-from reslab.data import Corpus, CorpusConfig, Digits, DigitsConfig, Text, TextConfig
+from reslab.data import (
+    Corpus,
+    CorpusConfig,
+    Digits,
+    DigitsConfig,
+    MaskedDigits,
+    MaskedDigitsConfig,
+    NoisyDigits,
+    NoisyDigitsConfig,
+    Text,
+    TextConfig,
+)
 from reslab.schema import UserError
 
 
@@ -259,3 +271,65 @@ def test_digits_context_free_loss_is_about_that_of_class_frequencies() -> None:
 def test_batch_larger_than_the_digits_is_a_user_error() -> None:
     with pytest.raises(UserError, match="1197"):
         Digits(DigitsConfig()).batch(0, 0, 1198)
+
+
+# --- tasks made from the digits -------------------------------------------------------------------
+
+
+def test_masked_digits_ask_for_what_is_masked() -> None:
+    task = MaskedDigits(MaskedDigitsConfig(patch=2, fraction=0.5))
+    (images, masked), targets = task.batch(0, 0, 6)
+    assert images.shape == targets.shape == (6, 1, 8, 8)
+    assert masked.sum(-1).tolist() == [8] * 6
+    for image, mask, target in zip(images[:, 0], masked, targets[:, 0], strict=True):
+        for row in range(8):
+            for column in range(8):
+                hidden = mask[4 * (row // 2) + column // 2]
+                assert torch.equal(target[row, column], image[row, column]) if hidden else target[row, column].isnan()
+
+
+def test_masked_digits_context_free_loss_is_that_of_the_mean_image() -> None:
+    task = MaskedDigits(MaskedDigitsConfig())
+    assert 0.2 < task.context_free_loss < 0.4
+    whole = MaskedDigits(MaskedDigitsConfig(fraction=0.99))
+    mean = Digits(DigitsConfig()).images[600:].mean(0)
+    direct = (Digits(DigitsConfig()).images[300:600] - mean).square().mean()
+    assert whole.context_free_loss == pytest.approx(float(direct), rel=0.02)
+
+
+def test_patch_that_does_not_divide_the_digits_is_refused() -> None:
+    with pytest.raises(ValidationError, match="patch 3 does not divide the digits' 8 pixels; use 1, 2 or 4"):
+        MaskedDigitsConfig(patch=3)
+
+
+def test_noise_is_mixed_in_with_its_share_of_the_variance() -> None:
+    task = NoisyDigits(NoisyDigitsConfig())
+    (noisy, time, classes), noise = task.batch(0, 0, 1000)
+    images = task.digits.batch(0, 0, 1000)[0]
+    share = (torch.pi / 2 * time).cos().square().view(-1, 1, 1, 1)
+    torch.testing.assert_close(noisy, share.sqrt() * images + (1 - share).sqrt() * noise, atol=1e-4, rtol=1e-3)
+    assert torch.equal(classes, task.digits.batch(0, 0, 1000)[1])
+    assert (float(noise.mean()), float(noise.std())) == pytest.approx((0, 1), abs=0.02)
+    assert 0 <= float(time.min()) < 0.01 < 0.99 < float(time.max()) < 1
+
+
+def test_noise_without_labels() -> None:
+    inputs, _ = NoisyDigits(NoisyDigitsConfig(labels=False)).batch(0, 0, 3)
+    assert len(inputs) == 2
+
+
+def test_context_free_noise_loss_is_its_variance() -> None:
+    assert NoisyDigits(NoisyDigitsConfig()).context_free_loss == pytest.approx(1, abs=0.02)
+
+
+@pytest.mark.parametrize("task", [MaskedDigits(MaskedDigitsConfig()), NoisyDigits(NoisyDigitsConfig())])
+def test_what_is_drawn_depends_on_seed_and_step_or_on_the_split(task: MaskedDigits | NoisyDigits) -> None:
+    def drawn(batch: data.Batch) -> torch.Tensor:
+        return batch[1].nan_to_num(9)
+
+    assert torch.equal(drawn(task.batch(1, 2, 8)), drawn(task.batch(1, 2, 8)))
+    assert not torch.equal(drawn(task.batch(1, 2, 8)), drawn(task.batch(1, 3, 8)))
+    assert not torch.equal(drawn(task.batch(1, 2, 8)), drawn(task.batch(2, 2, 8)))
+    validation, test = (drawn(next(task.held_out(split))) for split in ("validation", "test"))
+    assert torch.equal(validation, drawn(next(task.held_out("validation"))))
+    assert not torch.equal(validation, test)

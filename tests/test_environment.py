@@ -66,10 +66,10 @@ def test_conda_packages_have_the_versions_of_the_lock() -> None:
             assert specifier.lstrip("=") == pinned(requirement)
 
 
-@pytest.mark.parametrize("group", ["dependencies", "dev"])
+@pytest.mark.parametrize("group", ["dependencies", "dev", "huggingface"])
 def test_every_dependency_is_pinned_to_a_version_it_allows(group: str) -> None:
     wanted = project()["dependencies"] if group == "dependencies" else project()["optional-dependencies"][group]
-    assert len(wanted) > 5
+    assert len(wanted) >= (1 if group == "huggingface" else 5)
     for requirement in map(Requirement, wanted):
         name = canonicalize_name(requirement.name)
         assert name in locked(), f"{requirement} is not in requirements.lock"

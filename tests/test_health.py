@@ -410,7 +410,7 @@ def test_our_decoder(options: dict[str, Any], placement: str) -> None:
     assert_rows(health.table(), parts)
 
 
-@pytest.mark.parametrize("kind", ["rezero", "value_residual", "denseformer", "hyper", "attnres"])
+@pytest.mark.parametrize("kind", ["value_residual", "denseformer", "hyper", "attnres"])
 def test_connections_with_more_than_a_sum(kind: str) -> None:
     """What was read and the update are seen, whatever the connection keeps."""
     model, parts = decoder(ConnectionConfig(kind=kind)).double(), []
@@ -431,6 +431,28 @@ def test_connections_with_more_than_a_sum(kind: str) -> None:
         for measure in ("ratio", "update_norm", "stream_norm", "token_cosine", "effective_rank"):
             assert row[measure] == pytest.approx(direct[measure], rel=1e-6)
         assert math.isfinite(float(row["block_influence"]))
+
+
+@pytest.mark.parametrize(
+    ("connection", "state"),
+    [
+        (ConnectionConfig("rezero"), "dead"),
+        (ConnectionConfig("layerscale", initial=1e-6), "dead"),
+        (ConnectionConfig("scaled", scale=0.1), "healthy"),
+    ],
+    ids=str,
+)
+def test_update_is_measured_as_it_joins_the_stream(connection: ConnectionConfig, state: str) -> None:
+    """A branch behind a closed scale is dead, however much it puts out."""
+    model = decoder(connection).double()
+    with torch.no_grad(), ResidualHealth(model) as health:
+        model(ids())
+    assert set(health.table()["state"]) == {state}
+    with torch.no_grad(), ResidualHealth(decoder(ConnectionConfig("add")).double()) as plain:
+        plain._model(ids())
+    first, whole = health.table()["update_norm"][0], plain.table()["update_norm"][0]
+    scale = {"rezero": 0.0, "layerscale": 1e-6, "scaled": 0.1}[connection.kind]
+    assert first == pytest.approx(scale * whole, rel=1e-6)
 
 
 def test_a_block_as_the_whole_model() -> None:

@@ -92,6 +92,15 @@ def test_learnt_scale_is_on_the_branch_not_on_the_skip(name: str, parameter: str
     assert torch.equal(kind.write(stream, update), stream + 0.25 * update)
 
 
+@pytest.mark.parametrize("name", ["add", "scaled", "rezero", "skipinit", "layerscale", "layernorm_scaling"])
+def test_what_is_weighed_is_what_is_added(name: str) -> None:
+    stream, update = pair()
+    kind = made(name)
+    for parameter in kind.parameters():
+        nn.init.constant_(parameter, 0.3)
+    torch.testing.assert_close(kind.write(stream, update) - stream, kind.weigh(update))
+
+
 def test_layerscale_has_one_scale_a_channel() -> None:
     stream, update = pair()
     kind = made("layerscale")

@@ -6,6 +6,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from pydantic import ValidationError
 from reslab import data, sweep
 from reslab.data import CorpusConfig
 from reslab.models.decoder import DecoderConfig
+from reslab.residuals import CONNECTIONS, ConnectionConfig
 from reslab.schema import UserError
 from reslab.sweep import Execution, load, run_all, run_name
 from reslab.training import Device, RunConfig, RunRecord, train
@@ -200,7 +203,7 @@ def test_name_depends_on_the_training_code(tiny: RunConfig, monkeypatch: pytest.
     ("module", "old", "new"),
     [
         ("training.py", "fused=True", "fused=False"),
-        ("residuals/additive.py", "return stream + update", "return update + stream"),
+        ("residuals/additive.py", "return self.alpha * update", "return update * self.alpha"),
         ("models/layers.py", "4 * width", "5 * width"),
         ("models/resnet.py", "padding=1", "padding=2"),
         ("data.py", "total // 20", "total // 21"),
@@ -217,7 +220,7 @@ def test_code_that_trains_counts(code_hash: CodeHash, module: str, old: str, new
         ("training.py", "import math\n", "import math  # a comment\n\n\n"),
         ("training.py", "Run `config` to its end.", "Trains it."),
         ("residuals/additive.py", "The standard residual connection", "Plain"),
-        ("training.py", "Nats below the context-free loss", "Nats"),
+        ("training.py", "How far below the context-free loss", "How far"),
         ("plotting.py", "linewidth=0.6", "linewidth=0.7"),
         ("claims.py", '"refuted"', '"wrong"'),
         ("sweep.py", "timeout=20", "timeout=30"),
@@ -341,3 +344,57 @@ def test_missing_device_is_told_before_training(
     with pytest.raises(UserError, match="no CUDA device"):
         run_all([tiny, tiny.model_copy(update={"device": Device(kind="cuda")})], ALONE, "")
     assert trained == []
+
+
+# --- connections from outside the package ---------------------------------------------------------
+
+SCRIPT = """
+import sys
+from pathlib import Path
+from reslab import paths
+from reslab.residuals import Connection, ConnectionConfig, register
+from reslab.sweep import Execution, run_all, run_name
+from reslab.training import RunConfig
+
+@register("divided")
+class Divided(Connection):
+    def write(self, stream, update):
+        return stream + update / DIVISOR
+
+if __name__ == "__main__":
+    paths.RUNS = Path(sys.argv[2])
+    config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
+    model = config.model.model_copy(update={"connection": ConnectionConfig("divided")})
+    configs = [config.model_copy(update={"seed": seed, "model": model}) for seed in (0, 1)]
+    records = run_all(configs, Execution(workers=2), "")
+    print(run_name(configs[0]), records[0].train_loss[-1])
+"""
+
+
+def test_own_connection_is_trained_in_workers_and_names_its_runs(tiny: RunConfig, tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(tiny.model_dump_json())
+
+    def run(divisor: str) -> list[str]:
+        script = tmp_path / "own.py"
+        script.write_text(SCRIPT.replace("DIVISOR", divisor))
+        command = [sys.executable, str(script), str(config), str(tmp_path / "runs")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return done.stdout.split()
+
+    one, other = run("2"), run("4")
+    assert one[0] != other[0]
+    assert one[1] != other[1]
+    assert len(list((tmp_path / "runs").iterdir())) == 4
+
+
+def test_own_connection_without_a_source_is_a_user_error(tiny: RunConfig) -> None:
+    space: dict[str, Any] = {"__name__": "elsewhere"}
+    exec("from reslab.residuals import Add\nclass Own(Add): pass", space)
+    CONNECTIONS["own"] = space["Own"]
+    try:
+        model = tiny.model.model_copy(update={"connection": ConnectionConfig("own")})
+        with pytest.raises(UserError, match="connection Own: Python does not find its source"):
+            run_name(tiny.model_copy(update={"model": model}))
+    finally:
+        del CONNECTIONS["own"]

@@ -15,7 +15,11 @@ from torch.nn import functional as F
 from reslab import data, training
 from reslab.data import DigitsConfig
 from reslab.models.decoder import DecoderConfig
+from reslab.models.diffusion import DiffusionConfig
+from reslab.models.image_encoder import ImageEncoderConfig
 from reslab.models.resnet import ResNetConfig
+from reslab.models.state_space import StateSpace, StateSpaceConfig
+from reslab.models.unet import UNetConfig
 from reslab.residuals import Block, ConnectionConfig
 from reslab.schema import UserError
 from reslab.training import (
@@ -232,7 +236,7 @@ def test_huge_learning_rate_diverges(tiny: RunConfig, placement: str) -> None:
 def test_loss_that_is_no_number_ends_the_run(
     tiny: RunConfig, finite_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain, calls = training.loss_of, iter(range(100))
+    plain, calls = training.loss_of, iter(range(-1, 100))  # the profile of the start comes first
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return plain(logits, targets) * (1 if next(calls) < finite_steps else math.nan)
@@ -245,7 +249,7 @@ def test_loss_that_is_no_number_ends_the_run(
 
 
 def test_run_whose_last_update_breaks_it_is_diverged(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, calls = training.loss_of, iter(range(100))
+    plain, calls = training.loss_of, iter(range(-1, 100))  # the profile of the start comes first
 
     def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
         return plain(logits, targets) * (1 if next(calls) < 6 else math.inf)
@@ -367,3 +371,82 @@ def test_compiled_training_is_nearly_the_plain_one(tiny: RunConfig) -> None:
         steps = training.optimisation_steps(config, data.load(config.task), build(config.model, 0))
         losses.append([loss for loss, _ in steps])
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-3)
+
+
+# --- every model on its task ----------------------------------------------------------------------
+
+IMAGES: dict[str, Any] = {"width": 8, "heads": 2, "depth": 2, "init_std": 0.3}
+
+RUNS: dict[str, tuple[Any, Any]] = {
+    "classes": (DigitsConfig(), ImageEncoderConfig(**IMAGES, classes=10)),
+    "masked pixels": (data.MaskedDigitsConfig(), ImageEncoderConfig(**IMAGES | {"width": 32}, head="reconstruction")),
+    "noise": (data.NoisyDigitsConfig(), DiffusionConfig(**IMAGES, classes=10)),
+    "noise by a U-Net": (data.NoisyDigitsConfig(labels=False), UNetConfig(channels=4, depth=1)),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("kind", ["add", "attnres"])
+def test_every_model_learns_its_task(tiny: RunConfig, name: str, kind: str) -> None:
+    task, model = RUNS[name]
+    model = model.model_copy(update={"connection": ConnectionConfig(kind)})
+    config = at(with_recipe(tiny, batch=64, steps=120), task=task, model=model, learning_rate=5e-3)
+    config = RunConfig.model_validate(config.model_dump())
+    record = train(config)
+    assert record.test_loss is not None
+    assert record.test_loss < 0.99 * record.context_free_loss
+    assert (record.test_accuracy is None) == (name != "classes")
+    places = 6 if name == "noise by a U-Net" else 3
+    assert len(record.profile_after["gradient_norm"]) == places
+    assert RunRecord.model_validate_json(record.model_dump_json()) == record
+
+
+@pytest.mark.parametrize("mixer", ["state", "increment", "diagonal"])
+def test_recurrent_models_learn_text(tiny: RunConfig, mixer: str) -> None:
+    shape = tiny.model.model_dump(exclude={"kind", "heads"})
+    model = StateSpaceConfig.model_validate(shape | {"mixer": mixer})
+    record = train(at(with_recipe(tiny, steps=30), model=model, learning_rate=1e-2))
+    assert record.train_loss[-1] < record.train_loss[0] - 0.5
+    assert type(build(model, 0)) is StateSpace
+
+
+@pytest.mark.parametrize(
+    ("task", "model", "message"),
+    [
+        (DigitsConfig(), RUNS["masked pixels"][1], "digits trains .*, not image_encoder with head: reconstruction"),
+        (data.MaskedDigitsConfig(), RUNS["classes"][1], "masked_digits trains image_encoder with head: reconstruction"),
+        (data.MaskedDigitsConfig(patch=4), RUNS["masked pixels"][1], "give the model the same patch"),
+        (data.NoisyDigitsConfig(), RUNS["noise by a U-Net"][1], "a unet takes no labels; set labels: false"),
+        (DigitsConfig(), RUNS["noise"][1], "digits trains resnet or image_encoder with head: class, not diffusion"),
+    ],
+)
+def test_model_that_does_not_suit_its_task_is_refused(tiny: RunConfig, task: Any, model: Any, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate(tiny.model_dump() | {"task": task.model_dump(), "model": model.model_dump()})
+
+
+def test_values_that_are_not_asked_for_do_not_count() -> None:
+    outputs, targets = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, float("nan"), 3.0])
+    assert training.loss_of(outputs, targets).item() == 0.5
+
+
+def test_checkpointing_changes_no_number(tiny: RunConfig) -> None:
+    plain, saving = train(tiny), train(at(tiny, device=Device(checkpointing=True)))
+    assert saving.train_loss == plain.train_loss
+    assert saving.test_loss == plain.test_loss
+
+
+def test_depth_queries_move_at_their_own_rate(tiny: RunConfig) -> None:
+    """AdamW's first step has the size of the learning rate, whatever the gradient."""
+
+    def first_step(rate: float) -> float:
+        config = with_recipe(
+            with_model(tiny, connection=ConnectionConfig("attnres", query_rate=rate)), steps=1, warmup=0.0
+        )
+        model = build(config.model, 0)
+        list(training.optimisation_steps(config, data.load(config.task), model))
+        query = model.get_parameter("stack.blocks.1.attention.connection.weights.query")
+        return float(query.detach().abs().max())
+
+    assert first_step(0.1) == pytest.approx(0.1 * first_step(1.0), rel=1e-3)
+    assert first_step(1.0) > 0

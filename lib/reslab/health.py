@@ -8,9 +8,7 @@ A branch is a place where an update f is added to a stream x. Letters: B batch, 
     print(health.summary())
 """
 
-import fnmatch
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +21,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from reslab.branches import Branch, known_branches, named_branches, what_to_pass
 from reslab.probes import effective_rank, token_cosine
-from reslab.residuals import Residual
-from reslab.schema import Settings, UserError, did_you_mean
+from reslab.schema import Settings, UserError
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["COLUMNS", "RECIPES", "Fault", "HealthRule", "Recipe", "ResidualHealth", "State"]
+__all__ = ["COLUMNS", "Fault", "HealthRule", "ResidualHealth", "State"]
 
 State = Literal["healthy", "rewriting", "dead", "overflow", "non-finite"]
 
@@ -58,142 +56,6 @@ class HealthRule(Settings):
         if ratio < self.dead_below:
             return "dead"
         return "rewriting" if ratio > self.rewriting_above else "healthy"
-
-
-# --- where branches are ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Where one branch of a known block is seen. Names are of the block's children; "" is the block itself."""
-
-    label: str
-    """Follows the block's name in the branch's name."""
-    stream: str
-    """Its input is x."""
-    update: str
-    """Its output is f."""
-    after: str | None = None
-    """Its output is the next stream; None where that is x + f."""
-
-
-_GPT2 = (
-    Recipe("attn", "ln_1", "attn"),
-    Recipe("crossattention", "ln_cross_attn", "crossattention"),
-    Recipe("mlp", "ln_2", "mlp"),
-)
-_LLAMA = (Recipe("self_attn", "input_layernorm", "self_attn"), Recipe("mlp", "post_attention_layernorm", "mlp"))
-_BERT = (
-    Recipe("attention", "attention", "attention.output.dropout", "attention.output"),
-    Recipe("mlp", "intermediate", "output.dropout", "output"),
-)
-_VIT = (Recipe("attention", "layernorm_before", "dropout"), Recipe("mlp", "layernorm_after", "dropout"))
-_MAMBA = (Recipe("mixer", "", "mixer"),)
-
-RECIPES: dict[str, tuple[Recipe, ...]] = {
-    # Hugging Face transformers 5, by the block's class; each class has the forward of the one it shares a recipe with
-    "GPT2Block": _GPT2,
-    "LlamaDecoderLayer": _LLAMA,
-    "MistralDecoderLayer": _LLAMA,
-    "Qwen2DecoderLayer": _LLAMA,
-    "Qwen3DecoderLayer": _LLAMA,
-    "BertLayer": _BERT,
-    "RobertaLayer": _BERT,
-    "ViTLayer": _VIT,
-    "MambaBlock": _MAMBA,
-    "Mamba2Block": _MAMBA,
-    # torch.nn.TransformerEncoderLayer
-    "norm_first": (Recipe("self_attn", "norm1", "dropout1"), Recipe("mlp", "norm2", "dropout2")),
-    "norm_last": (Recipe("self_attn", "self_attn", "dropout1", "norm1"), Recipe("mlp", "linear1", "dropout2", "norm2")),
-    # reslab.residuals.Residual: f is the update before the connection weighs it
-    "Residual": (Recipe("", "norm_input", "norm_update", ""),),
-}
-"""The known blocks. A branch whose children a block lacks, such as cross-attention, is not there."""
-
-
-def _recipes(block: nn.Module) -> tuple[Recipe, ...]:
-    """The branches of `block`, none where it is not known."""
-    if isinstance(block, Residual):
-        known = RECIPES["Residual"]
-    elif isinstance(block, nn.TransformerEncoderLayer):
-        known = RECIPES["norm_first" if block.norm_first else "norm_last"]
-    else:
-        known = next((RECIPES[kind.__name__] for kind in type(block).__mro__ if kind.__name__ in RECIPES), ())
-    names = {name for name, _ in block.named_modules(remove_duplicate=False)}
-    return tuple(recipe for recipe in known if {recipe.stream, recipe.update, recipe.after or ""} <= names)
-
-
-@dataclass(frozen=True, eq=False)
-class _Branch:
-    """One place to watch."""
-
-    name: str
-    stream: nn.Module
-    update: nn.Module
-    after: nn.Module | None = None
-    whole: bool = False
-    """`update` returns the next stream x + f rather than f."""
-    tokens_first: bool = False
-    """The stream is [T, B, d]."""
-
-
-def _joined(*names: str) -> str:
-    return ".".join(name for name in names if name)
-
-
-def _known_branches(model: nn.Module) -> list[_Branch]:
-    """The branches of all known blocks, in the order of the model's modules."""
-    found = []
-    for name, block in model.named_modules():
-        tokens_first = isinstance(block, nn.TransformerEncoderLayer) and not block.self_attn.batch_first
-        for recipe in _recipes(block):
-            after = None if recipe.after is None else block.get_submodule(recipe.after)
-            places = block.get_submodule(recipe.stream), block.get_submodule(recipe.update), after
-            label = _joined(name, recipe.label) or type(block).__name__
-            found.append(_Branch(label, *places, tokens_first=tokens_first))
-    return found
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Part by part, so that "layers.*" are the layers and not what is inside them."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
-
-
-def _named_branches(model: nn.Module, patterns: Sequence[str]) -> list[_Branch]:
-    """The modules that `patterns` name, each once; a UserError for a pattern that names none."""
-    if not patterns:
-        raise UserError(f"branches is empty; {_what_to_pass(model)}")
-    modules = {name: module for name, module in model.named_modules(remove_duplicate=False) if name}
-    chosen: dict[int, _Branch] = {}
-    for pattern in patterns:
-        names = [name for name in modules if _matches(name, pattern)]
-        if not names:
-            where = type(model).__name__
-            raise UserError(f"branches: no module of {where} is named '{pattern}'; {_nearest(pattern, modules)}")
-        for name in names:
-            module = modules[name]
-            chosen.setdefault(id(module), _Branch(name, module, module, whole=True))
-    return list(chosen.values())
-
-
-def _nearest(pattern: str, names: Mapping[str, nn.Module]) -> str:
-    """The hint at the nearest name of the same depth, with stars for numbers where a model has too many to list."""
-    level = {name for name in names if name.count(".") == pattern.count(".")}
-    starred = {re.sub(r"\b\d+\b", "*", name) for name in level}
-    hint = did_you_mean(pattern, starred if "*" in pattern else level)
-    return hint if hint.startswith("did") else did_you_mean(pattern, starred or {n for n in names if "." not in n})
-
-
-def _what_to_pass(model: nn.Module) -> str:
-    """What the user is to write, with the lists of modules that may be meant."""
-    lists = [
-        f"'{_joined(name, '*')}' ({len(module)} x {type(module[0]).__name__})"
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module)
-    ]
-    wanted = "pass branches=[...] with the names of modules that take the stream and return it"
-    return f"{wanted}; candidates: {', '.join(lists)}" if lists else f"{wanted}, as model.named_modules() has them"
 
 
 # --- measures -------------------------------------------------------------------------------------
@@ -326,7 +188,7 @@ class _Pass:
     step: int
     rows: list[_Row | None] = field(default_factory=list)
     """One for each time a stream was seen, in order; None until the update is."""
-    open: dict[_Branch, _Visit] = field(default_factory=dict)
+    open: dict[Branch, _Visit] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -360,13 +222,15 @@ def _note_gradient(row: _Row, gradient: Tensor) -> None:
 class ResidualHealth:
     """Measures every residual branch of `model` on every `every`-th forward pass, the first included.
 
-    Measures, each of one branch at one step; x is the stream going in, f the update, token norms are over the last
+    Measures, each of one branch at one step; x is the stream going in, f the update as it joins
+    the stream (a learnt scale included), token norms are over the last
     axis. Means are over all tokens, padding included; ratio and block influence leave out tokens where x is zero.
 
     - `update_norm`, `stream_norm`: mean token norm of f and of x; `ratio`: mean of |f| / |x|.
     - `token_cosine`, `effective_rank`: of x [B, T, d] as in `reslab.probes`, the latter of the first `sequences`
       sequences; not numbers for a stream of another shape, nor the latter with `sequences` 0.
-    - `gradient_norm`: Frobenius norm of the gradient of what `backward` was last called on by f; not a number without.
+    - `gradient_norm`: Frobenius norm of the gradient of what `backward` was last called on by f, before a connection
+      weighs it; not a number without.
     - `block_influence`: 1 - mean cosine between x and the next stream (Men et al. 2024, ShortGPT, arXiv 2403.03853);
       the next stream is x + f, or the normed sum where a norm follows (Post-LN) or what the connection makes of it.
       Where a connection keeps more than one tensor, x + f stands for it.
@@ -374,9 +238,9 @@ class ResidualHealth:
       its dtype can hold; `finite`: no value there is infinite or not a number.
     - `state`: by `rule`, see `HealthRule`.
 
-    The branches of the blocks in `RECIPES` are found by themselves. Others are given as `branches`: names of modules
-    that take the stream and return it, as "layers.0", or patterns as "layers.*" (a star stays within its part of the
-    name); then f is the output less the input. A block that runs twice in a pass has two rows.
+    The branches of the blocks in `reslab.branches.RECIPES` are found by themselves. Others are given as `branches`:
+    names of modules that take the stream and return it, as "layers.0", or patterns as "layers.*" (a star stays within
+    its part of the name); then f is the output less the input. A block that runs twice in a pass has two rows.
 
     The model's outputs and gradients stay the same bit for bit, with one exception: where nn.TransformerEncoderLayer
     takes its fused inference path (evaluation mode without gradients), that is switched off in passes that are
@@ -405,11 +269,11 @@ class ResidualHealth:
         self.rule = rule or HealthRule()
         self._model, self._every, self._sequences = model, every, sequences
         if branches is None:
-            self._branches = _known_branches(model)
+            self._branches = known_branches(model)
             if not self._branches:
-                raise UserError(f"{type(model).__name__} has no block that is known; {_what_to_pass(model)}")
+                raise UserError(f"{type(model).__name__} has no block that is known; {what_to_pass(model)}")
         else:
-            self._branches = _named_branches(model, [branches] if isinstance(branches, str) else branches)
+            self._branches = named_branches(model, [branches] if isinstance(branches, str) else branches)
         self._hides_stream = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
         self._rows: list[_Row] = []
         self._passes = 0
@@ -457,7 +321,7 @@ class ResidualHealth:
             if branch.stream is model:  # hooks that are added now come too late for this pass
                 self._see_stream(branch, model, inputs, named)
 
-    def _watch(self, branch: _Branch) -> None:
+    def _watch(self, branch: Branch) -> None:
         see_stream, see_update = partial(self._see_stream, branch), partial(self._see_update, branch)
         self._inner.append(branch.stream.register_forward_pre_hook(see_stream, with_kwargs=True))
         self._inner.append(branch.update.register_forward_hook(see_update))
@@ -492,7 +356,7 @@ class ResidualHealth:
     # hooks on the branches, during a recorded pass alone
 
     @torch.no_grad()
-    def _see_stream(self, branch: _Branch, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
+    def _see_stream(self, branch: Branch, module: nn.Module, inputs: Any, named: dict[str, Any]) -> None:
         if self._pass is None or _in_backward():
             return
         x = _tensor_in((inputs, named))
@@ -502,7 +366,7 @@ class ResidualHealth:
             self._pass.open[branch] = _Visit(x.shape, _Tokens(x), len(self._pass.rows))
             self._pass.rows.append(None)
 
-    def _see_update(self, branch: _Branch, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _see_update(self, branch: Branch, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._pass is None or _in_backward():
             return
         visit = self._pass.open.get(branch)
@@ -522,7 +386,7 @@ class ResidualHealth:
             self._close(branch, visit, None)
 
     @torch.no_grad()
-    def _close(self, branch: _Branch, visit: _Visit, after: Tensor | None) -> None:
+    def _close(self, branch: Branch, visit: _Visit, after: Tensor | None) -> None:
         """The next stream is `after`, or x + f."""
         assert self._pass is not None
         assert visit.row is not None
@@ -531,7 +395,7 @@ class ResidualHealth:
         visit.row.block_influence = _block_influence(visit.x, y)
         del self._pass.open[branch]
 
-    def _see_after(self, branch: _Branch, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _see_after(self, branch: Branch, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._pass is None or _in_backward():
             return
         visit = self._pass.open.get(branch)
@@ -541,9 +405,9 @@ class ResidualHealth:
         self._close(branch, visit, output if plain else None)
 
     @torch.no_grad()
-    def _measure(self, branch: _Branch, visit: _Visit, output: Tensor) -> _Row:
+    def _measure(self, branch: Branch, visit: _Visit, output: Tensor) -> _Row:
         assert self._pass is not None
-        x, seen = visit.x, _Tokens(output)
+        x, seen = visit.x, _Tokens(output if branch.weigh is None else branch.weigh(output))
         f = visit.update = _Tokens(_wide(output) - x.unscaled) if branch.whole else seen
         cosine, rank = _token_measures(x, self._sequences, branch.tokens_first)
         return _Row(
@@ -559,7 +423,7 @@ class ResidualHealth:
             finite=x.finite and seen.finite,
         )
 
-    def _unfit(self, branch: _Branch, fault: str) -> UserError:
+    def _unfit(self, branch: Branch, fault: str) -> UserError:
         self.remove()
         what = f"{branch.name} ({type(branch.update).__name__})"
         return UserError(

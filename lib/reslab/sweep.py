@@ -4,9 +4,11 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import tempfile
+import textwrap
 import threading
 import time
 import warnings
@@ -23,6 +25,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from reslab import data, lifeline, paths
 from reslab.files import write_atomic
 from reslab.progress import Progress
+from reslab.residuals import CONNECTIONS, Connection
 from reslab.schema import Settings, UserError
 from reslab.training import SCHEMA, RunConfig, RunRecord, train
 
@@ -87,10 +90,30 @@ def _is_module(name: str) -> bool:
 
 
 def run_name(config: RunConfig) -> str:
-    """The name of a run: the same for the same config, data, training code, and versions of torch and numpy."""
+    """The name of a run: the same for the same config, data, training code, and versions of torch and numpy.
+
+    The code of a connection that is registered outside this package counts too.
+    """
     task = data.load(config.task)
     text = task.corpus.sha256 if isinstance(task, data.Text) else ""
-    return hashlib.sha256(f"{training_code()}{text}{config.model_dump_json()}".encode()).hexdigest()[:20]
+    own = _source(kind) if (kind := _outside(config)) is not None else ""
+    return hashlib.sha256(f"{training_code()}{text}{own}{config.model_dump_json()}".encode()).hexdigest()[:20]
+
+
+def _outside(config: RunConfig) -> type[Connection] | None:
+    """The run's kind of connection, where it is not one of this package."""
+    kind = config.model.connection.type
+    return None if kind.__module__.split(".")[0] == "reslab" else kind
+
+
+def _source(kind: type[Connection]) -> str:
+    try:
+        return _without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(kind))))
+    except (OSError, TypeError):
+        raise UserError(
+            f"connection {kind.__name__}: Python does not find its source, so that runs with it cannot be told "
+            f"apart; define it in a file or in a notebook cell"
+        ) from None
 
 
 # --- the store ------------------------------------------------------------------------------------
@@ -145,7 +168,12 @@ class _Reporter:
                 self.path.write_text(f"{step + 1} {loss:.3f}")
 
 
-def _work(config: RunConfig, report: Path, parent: int | None) -> tuple[RunConfig, str]:
+def _work(
+    config: RunConfig, report: Path, parent: int | None, outside: type[Connection] | None
+) -> tuple[RunConfig, str]:
+    """Train `config` and give its record as JSON; `outside` is its kind of connection, if a worker does not know it."""
+    if outside is not None:
+        CONNECTIONS[config.model.connection.kind] = outside
     if parent is not None:
         lifeline.die_with_parent(parent=parent)
     record = train(config, _Reporter(report))
@@ -182,7 +210,7 @@ def _backend(execution: Execution) -> Iterator[None]:
 def _train_all(configs: list[RunConfig], execution: Execution, reports: Path) -> Iterator[tuple[RunConfig, str]]:
     own_processes = execution.scheduler == "local" and execution.workers > 1
     parent = os.getpid() if own_processes else None
-    jobs = (joblib.delayed(_work)(config, reports / run_name(config), parent) for config in configs)
+    jobs = (joblib.delayed(_work)(config, reports / run_name(config), parent, _outside(config)) for config in configs)
     with _backend(execution):
         parallel = joblib.Parallel(
             n_jobs=execution.workers, return_as="generator_unordered", batch_size=1, pre_dispatch="all"

@@ -36,7 +36,7 @@ class Add(Connection):
     """x <- x + v. The standard residual connection (He et al. 2016, arXiv 1603.05027, eq. 1)."""
 
     def write(self, stream: Tensor, update: Tensor) -> Tensor:
-        return stream + update
+        return stream + self.weigh(update).to(stream.dtype)
 
 
 @register("weighted_skip")
@@ -54,18 +54,18 @@ class WeightedSkip(Connection):
 
 
 @register("scaled")
-class Scaled(Connection):
+class Scaled(Add):
     """x <- x + s v with a fixed s on the branch (Szegedy et al. 2017, arXiv 1602.07261, section 3.3: 0.1 to 0.3)."""
 
     class Options(ConnectionOptions):
         scale: float
 
-    def write(self, stream: Tensor, update: Tensor) -> Tensor:
-        return torch.add(stream, update, alpha=self.options.scale)
+    def weigh(self, update: Tensor) -> Tensor:
+        return self.options.scale * update
 
 
 @register("rezero")
-class ReZero(Connection):
+class ReZero(Add):
     """x <- x + a v with a learnt scalar a that starts at 0 (Bachlechner et al. 2020, arXiv 2003.04887, eq. 2).
 
     In the paper with no norm in the block (placement `none`).
@@ -78,8 +78,8 @@ class ReZero(Connection):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.alpha)
 
-    def write(self, stream: Tensor, update: Tensor) -> Tensor:
-        return stream + (self.alpha * update).to(stream.dtype)
+    def weigh(self, update: Tensor) -> Tensor:
+        return self.alpha * update
 
 
 @register("skipinit")
@@ -97,7 +97,7 @@ class SkipInit(ReZero):
 
 
 @register("layerscale")
-class LayerScale(Connection):
+class LayerScale(Add):
     """x <- x + g * v with a learnt g [d] that starts at `initial` (Touvron et al. 2021, arXiv 2103.17239, eq. 4).
 
     The paper's `initial`: 0.1 up to 18 blocks, 1e-5 at 24, 1e-6 deeper.
@@ -113,8 +113,8 @@ class LayerScale(Connection):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.gamma, self.options.initial)
 
-    def write(self, stream: Tensor, update: Tensor) -> Tensor:
-        return stream + (self.gamma * update).to(stream.dtype)
+    def weigh(self, update: Tensor) -> Tensor:
+        return self.gamma * update
 
 
 @register("highway")
@@ -153,7 +153,7 @@ class Rescaled(Connection):
 
 
 @register("layernorm_scaling")
-class LayerNormScaling(Connection):
+class LayerNormScaling(Add):
     """x <- x + f(norm(x) / sqrt(b)), b the number of the block from 1 (Sun et al. 2025, arXiv 2502.05795, eq. 9).
 
     `sublayers_per_block`: how many sublayers share a b; 2 in a Transformer.
@@ -166,6 +166,3 @@ class LayerNormScaling(Connection):
 
     def feed(self, h: Tensor) -> Tensor:
         return h * (1 + self.site.index // self.options.sublayers_per_block) ** -0.5
-
-    def write(self, stream: Tensor, update: Tensor) -> Tensor:
-        return stream + update

@@ -118,6 +118,10 @@ class Connection(nn.Module):
         """The values [B, T, d] that attention is to use for its own ones, and the stream; where `mixes_values`."""
         raise NotImplementedError
 
+    def weigh(self, update: Tensor) -> Tensor:
+        """What of the update `write` adds to the stream, both [..., d]; probes measure it."""
+        return update
+
     def write(self, stream: Stream, update: Tensor) -> Stream:
         """The stream after the sublayer put out `update` [..., d], in the stream's dtype."""
         raise NotImplementedError
