@@ -75,7 +75,7 @@ def made(connection: ConnectionConfig | str, index: int = 0) -> Connection:
         (ConnectionConfig("rescaled"), 3, lambda x, v: (4 * x + v) / 5),
         (ConnectionConfig("layernorm_scaling"), 3, lambda x, v: x + v),
     ],
-    ids=str,
+    ids=lambda value: value.__name__ if callable(value) else str(value),
 )
 def test_formula(connection: ConnectionConfig, index: int, formula: Callable[[Tensor, Tensor], Tensor]) -> None:
     stream, update = (part.double() for part in pair())
