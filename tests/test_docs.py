@@ -1,4 +1,4 @@
-"""The worked pages of docs/ run as they stand."""
+"""The code in README.md and docs/ runs as it stands, and prints what is said there."""
 
 import ast
 import re
@@ -13,8 +13,18 @@ from reslab.residuals import CONNECTIONS, Connection, ConnectionConfig
 from reslab.schema import UserError
 from variants import decoder, tokens
 
-PAGE = paths.ROOT / "docs" / "new_connection.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+PAGE = (paths.ROOT / "docs" / "new_connection.md").read_text()
+README = (paths.ROOT / "README.md").read_text()
+
+
+def code(page: str) -> list[str]:
+    """Its Python blocks."""
+    return re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+
+
+def said(page: str) -> list[str]:
+    """What its comments say that a line prints."""
+    return re.findall(r"print\(.*\)  # (torch.Size.*|\d+ branches.*)", page)
 
 
 @pytest.fixture
@@ -22,8 +32,8 @@ def page(capsys: pytest.CaptureFixture[str]) -> Iterator[dict[str, Any]]:
     """What the page defines; its kinds are gone after the test."""
     known = dict(CONNECTIONS)
     space: dict[str, Any] = {"__name__": "page"}
-    for block in BLOCKS:
-        exec(compile(block, PAGE.name, "exec"), space)
+    for block in code(PAGE):
+        exec(compile(block, "page", "exec"), space)
     space["printed"] = capsys.readouterr().out
     yield space
     for name in CONNECTIONS.keys() - known.keys():
@@ -31,13 +41,30 @@ def page(capsys: pytest.CaptureFixture[str]) -> Iterator[dict[str, Any]]:
 
 
 def test_every_block_of_the_page_runs_and_prints_what_it_says(page: dict[str, Any]) -> None:
-    said = re.findall(r"print\(.*#  ?(\[.*\])", PAGE.read_text())
-    assert [line.removeprefix("torch.Size(").removesuffix(")") for line in page["printed"].splitlines()] == said
-    assert len(said) == 2
+    assert page["printed"].splitlines() == said(PAGE)
+    assert len(said(PAGE)) == 2
+
+
+def test_the_readmes_code_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    space: dict[str, Any] = {"__name__": "readme"}
+    torch.manual_seed(0)
+    for block in code(README):
+        exec(compile(block, "README.md", "exec"), space)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(said(README)) == 2
+    assert set(said(README)) <= set(printed)
+
+
+def test_the_readme_lists_every_kind_and_option() -> None:
+    table = README[README.index("| kind | stream") :]
+    table = table[: table.index("\n\n")]
+    for name, kind in CONNECTIONS.items():
+        [row] = [line for line in table.splitlines() if f"`{name}`" in line.split("|")[1]]
+        assert all(f"`{option}`" in row for option in kind.Options.model_fields), name
 
 
 def test_the_new_kind_is_shorter_than_fifteen_lines() -> None:
-    classes = [node for block in BLOCKS for node in ast.parse(block).body if isinstance(node, ast.ClassDef)]
+    classes = [node for block in code(PAGE) for node in ast.parse(block).body if isinstance(node, ast.ClassDef)]
     kinds = [node for node in classes if node.decorator_list]
     assert len(kinds) == 2
     for node in kinds:
