@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import cycle
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -468,8 +469,9 @@ class ResidualHealth:
         return None
 
     def plot(self, ax: "Axes | None" = None) -> "Axes":
-        """Ratio by layer on a log axis, a line a recorded step, dark to light, with the rule's thresholds dashed.
+        """Ratio by layer on a log axis, a line a recorded step and sort of branch, dark to light over the steps.
 
+        The rule's thresholds are dashed; sorts (attention, mlp, ...) differ by their markers.
         Ratios under a tenth of `dead_below` are drawn there; those that are not finite are gaps.
         """
         from reslab import plotting
@@ -481,31 +483,44 @@ class ResidualHealth:
 
     def _draw(self, ax: "Axes") -> "Axes":
         import seaborn as sns
+        from matplotlib.ticker import MaxNLocator
 
         from reslab import plotting
 
         steps = sorted({row.step for row in self._rows})
+        sorts = dict(zip(dict.fromkeys(_sort(row.name) for row in self._rows), cycle("os^v"), strict=False))
         labelled = {steps[round(i * (len(steps) - 1) / 4)] for i in range(5)} if steps else set()
-        colours = sns.color_palette("cividis", len(steps))
-        floor = self.rule.dead_below / 10
-        for step, colour in zip(steps, colours, strict=True):
-            rows = [row for row in self._rows if row.step == step]
-            ratios = [max(row.ratio, floor) if math.isfinite(row.ratio) else math.nan for row in rows]
-            label = f"step {step}" if step in labelled else None
-            ax.plot([row.layer for row in rows], ratios, color=colour, marker=".", label=label)
+        for step, colour in zip(steps, sns.color_palette("cividis", len(steps)), strict=True):
+            for sort, marker in sorts.items():
+                rows = [row for row in self._rows if row.step == step and _sort(row.name) == sort]
+                label = f"step {step}" if step in labelled and sort == next(iter(sorts)) else None
+                heights = [self._height(row) for row in rows]
+                ax.plot([row.layer for row in rows], heights, color=colour, marker=marker, markersize=4, label=label)
+        for sort, marker in sorts.items() if len(sorts) > 1 else ():
+            ax.plot([], [], color=plotting.COLOURS["control"], linestyle="", marker=marker, label=sort)
         for limit, name in ((self.rule.dead_below, "dead below"), (self.rule.rewriting_above, "rewriting above")):
             ax.axhline(limit, color=plotting.COLOURS["control"], linestyle="--", linewidth=1)
             ax.annotate(name, (1, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
         ax.set(yscale="log", xlabel="layer", ylabel="|update| / |stream|", title="Residual branches")
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
         if steps:
             ax.legend(loc="upper left", bbox_to_anchor=(1, 1))
         return ax
+
+    def _height(self, row: _Row) -> float:
+        return max(row.ratio, self.rule.dead_below / 10) if math.isfinite(row.ratio) else math.nan
 
     def _latest(self) -> list[_Row]:
         return [row for row in self._rows if row.step == self._rows[-1].step]
 
     def _state(self, row: _Row) -> State:
         return self.rule.state(finite=row.finite, largest=row.largest, ratio=row.ratio)
+
+
+def _sort(name: str) -> str:
+    """What a branch is, such as attention or mlp: its name without the layer it belongs to."""
+    last = name.rpartition(".")[2]
+    return "" if last.isdigit() else last
 
 
 def _told(row: _Row, state: State) -> str:

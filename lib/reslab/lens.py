@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reslab.probes import _evaluating
+from reslab.probes import evaluating
 from reslab.schema import UserError
 
 __all__ = ["lens_divergence", "logit_lens"]
@@ -44,7 +44,7 @@ def logit_lens(
     not those that the model gives (a tensor, or its output's `logits`).
     """
     at_inputs = [*places, norm]
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         with _first_inputs(at_inputs) as seen:
             output = model(*inputs, **options)
         streams = [_stream(place, module, at) for at, (module, place) in enumerate(zip(at_inputs, seen, strict=True))]

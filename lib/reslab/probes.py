@@ -13,6 +13,7 @@ from reslab.residuals import Stack
 
 __all__ = [
     "effective_rank",
+    "evaluating",
     "mean_shift",
     "neighbour_cosine",
     "outputs_of",
@@ -102,7 +103,7 @@ def streams(places: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; afterwards every module has the mode it had, also after an exception."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -133,7 +134,7 @@ def stream_profile(
     Measures over tokens treat the last axis as width and need a stream [B, T, d].
     A value is not a number or infinite where the stream is. Leaves the model's gradients and modes as they were.
     """
-    with _evaluating(model), streams(stream_places(model)) as seen:
+    with evaluating(model), streams(stream_places(model)) as seen:
         gradients = torch.autograd.grad(loss_of(outputs_of(model, inputs), targets), seen)
     places = [place.detach().float() for place in seen]
     pairs = list(itertools.pairwise(places))

@@ -23,13 +23,17 @@ from reslab.schema import Settings, UserError
 
 __all__ = [
     "Device",
+    "Model",
+    "ModelConfig",
     "Optimisation",
     "Outcome",
     "RunConfig",
     "RunRecord",
     "build",
     "evaluate",
+    "loss_of",
     "optimisation_steps",
+    "parameter_groups",
     "schedule",
     "train",
 ]
