@@ -1,6 +1,5 @@
 """The image encoder: patches, what it computes, how it starts, and what its gradients reach."""
 
-import math
 from typing import Any
 
 import pytest
@@ -10,21 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reslab.models.image_encoder import ImageEncoder, ImageEncoderConfig, PatchSettings, to_images, to_patches
-from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-
-CONNECTIONS = [
-    ConnectionConfig("add"),
-    ConnectionConfig("rezero"),
-    ConnectionConfig("layerscale", initial=0.1),
-    ConnectionConfig("rescaled"),
-    ConnectionConfig("denseformer"),
-    ConnectionConfig("hyper"),
-    ConnectionConfig("attnres"),
-    ConnectionConfig("attnres", block=2),
-    ConnectionConfig("attnres", window=2),
-    ConnectionConfig("value_residual"),
-]
 
 
 def encoder(seed: int = 0, **changed: Any) -> ImageEncoder:
@@ -116,11 +101,6 @@ def test_positions_tell_patches_apart() -> None:
     torch.testing.assert_close(model(turned), model(images()))
 
 
-def test_examples_of_a_batch_do_not_mix() -> None:
-    model = encoder()
-    torch.testing.assert_close(model(images(5)), torch.cat([model(image[None]) for image in images(5)]))
-
-
 def test_masked_patches_are_not_seen() -> None:
     model = encoder(head="reconstruction")
     given = images().requires_grad_()
@@ -152,33 +132,6 @@ def test_stream_writers_are_scaled(weight_init: str, scale: float) -> None:
     assert float(embedding) == pytest.approx(0.5 * (scale if weight_init == "tfixup" else 1), rel=0.1)
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_weights_in_common_start_equal(connection: ConnectionConfig) -> None:
-    plain, arm = encoder().state_dict(), encoder(connection=connection).state_dict()
-    assert [name for name in plain if not torch.equal(plain[name], arm[name])] == []
-
-
-def test_materialised_model_starts_the_same() -> None:
-    connection = ConnectionConfig("layerscale", initial=0.1)
-    wanted = encoder(head="reconstruction", connection=connection)
-    with torch.device("meta"):
-        model = ImageEncoder(wanted.config)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 7)
-    torch.manual_seed(0)
-    model.reset_parameters()
-    for name, value in wanted.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-def test_weights_survive_saving() -> None:
-    one, other = encoder(seed=0), encoder(seed=1)
-    assert not torch.equal(one(images()), other(images()))
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(one(images()), other(images()))
-
-
 # --- gradients, connections, precision ------------------------------------------------------------
 
 
@@ -187,17 +140,6 @@ def test_gradients_reach_every_parameter(head: str) -> None:
     model = encoder(head=head)
     model(images(), masks() if head == "reconstruction" else None).square().sum().backward()
     assert unreached(model) == []
-
-
-@pytest.mark.parametrize("placement", ["pre", "sandwich", "peri"])
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_runs_with_connection(connection: ConnectionConfig, placement: str) -> None:
-    model = encoder(connection=connection, placement=placement)
-    disturb(model)
-    loss = F.cross_entropy(model(images()), torch.arange(3))
-    loss.backward()
-    assert math.isfinite(loss.item())
-    assert [name for name in unreached(model) if ".connection." not in name and ".ends." not in name] == []
 
 
 def test_works_in_bfloat16() -> None:

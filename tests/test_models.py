@@ -12,36 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reslab.models.attention import Attention
-from reslab.models.decoder import Decoder, DecoderConfig
+from reslab.models.decoder import Decoder
 from reslab.models.layers import Mlp
 from reslab.models.resnet import ResNet, ResNetConfig
 from reslab.probes import stream_places, streams
 from reslab.residuals import ConnectionConfig, ReZero
 from reslab.training import build
+from variants import VARIANTS, config, decoder, tokens
 
-KINDS = [
-    ConnectionConfig("none"),
-    ConnectionConfig("add"),
-    ConnectionConfig("weighted_skip", weight=0.3),
-    ConnectionConfig("rezero"),
-]
-
-
-def config(connection: ConnectionConfig | str = "add", **changed: Any) -> DecoderConfig:
-    shape: dict[str, Any] = {"vocabulary": 40, "width": 16, "heads": 4, "context": 7, "depth": 3, "init_std": 0.2}
-    if isinstance(connection, str):
-        connection = ConnectionConfig(connection)
-    return DecoderConfig(**shape | changed, connection=connection)
-
-
-def decoder(connection: ConnectionConfig | str = "add", seed: int = 0, **changed: Any) -> Decoder:
-    model = build(config(connection, **changed), seed)
-    assert isinstance(model, Decoder)
-    return model
-
-
-def tokens(batch: int = 2, length: int = 7) -> Tensor:
-    return torch.randint(40, (batch, length), generator=torch.Generator().manual_seed(0))
+KINDS = [VARIANTS[name] for name in ("none", "add", "weighted_skip", "rezero")]
 
 
 def loss(model: Decoder) -> Tensor:
@@ -312,7 +291,7 @@ def test_resnet_block_formula() -> None:
     scale = (1 + 1e-5) ** -0.5  # an untrained batch norm in evaluation mode
     channels_first = (x * scale).relu().movedim(-1, 1)
     update = second(first(channels_first).mul(scale).relu()).movedim(1, -1)  # type: ignore[operator]
-    torch.testing.assert_close(seen[1], 0.3 * x + update)
+    torch.testing.assert_close(seen[1], 0.5 * x + update)
 
 
 def test_resnet_convolutions_start_he_normal() -> None:

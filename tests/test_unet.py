@@ -14,18 +14,6 @@ from reslab.models.unet import UNet, UNetConfig
 from reslab.residuals import ConnectionConfig, Stack
 from reslab.schema import UserError
 
-CONNECTIONS = [
-    ConnectionConfig("add"),
-    ConnectionConfig("rezero"),
-    ConnectionConfig("layerscale", initial=0.1),
-    ConnectionConfig("rescaled"),
-    ConnectionConfig("denseformer"),
-    ConnectionConfig("hyper"),
-    ConnectionConfig("attnres"),
-    ConnectionConfig("attnres", block=2),
-    ConnectionConfig("attnres", window=2),
-]
-
 
 def network(seed: int = 0, **changed: Any) -> UNet:
     model = UNet(UNetConfig(**{"channels": 8, "depth": 2} | changed))
@@ -123,12 +111,6 @@ def test_time_is_seen() -> None:
     assert not torch.allclose(model(images(), times()), model(images(), times().flip(0)), atol=1e-3)
 
 
-def test_examples_of_a_batch_do_not_mix() -> None:
-    model = network()
-    apart = [model(images()[i : i + 1], times()[i : i + 1]) for i in range(3)]
-    torch.testing.assert_close(model(images(), times()), torch.cat(apart))
-
-
 # --- how it starts --------------------------------------------------------------------------------
 
 
@@ -154,32 +136,6 @@ def test_long_skips_change_no_other_weight() -> None:
     assert [name for name in plain if not torch.equal(plain[name], arm[name])] == []
 
 
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_weights_in_common_start_equal(connection: ConnectionConfig) -> None:
-    plain, arm = network().state_dict(), network(connection=connection).state_dict()
-    assert [name for name in plain if not torch.equal(plain[name], arm[name])] == []
-
-
-def test_materialised_model_starts_the_same() -> None:
-    wanted = network(connection=ConnectionConfig("layerscale", initial=0.1))
-    with torch.device("meta"):
-        model = UNet(wanted.config)
-    model.to_empty(device="cpu")
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 7)
-    torch.manual_seed(0)
-    model.reset_parameters()
-    for name, value in wanted.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value), name
-
-
-def test_weights_survive_saving() -> None:
-    one, other = network(seed=0), network(seed=1)
-    assert not torch.equal(one(images(), times()), other(images(), times()))
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(one(images(), times()), other(images(), times()))
-
-
 # --- gradients, connections, precision ------------------------------------------------------------
 
 
@@ -188,22 +144,6 @@ def test_gradients_reach_every_parameter(skips: bool) -> None:
     model = network(skips=skips)
     F.mse_loss(model(images(), times()), images().flip(0)).backward()
     assert unreached(model) == []
-
-
-@pytest.mark.parametrize("placement", ["pre", "sandwich", "peri"])
-@pytest.mark.parametrize("connection", CONNECTIONS, ids=str)
-def test_runs_with_connection(connection: ConnectionConfig, placement: str) -> None:
-    model = network(connection=connection, placement=placement, levels=2)
-    disturb(model)
-    loss = F.mse_loss(model(images(), times()), images().flip(0))
-    loss.backward()
-    assert math.isfinite(loss.item())
-    assert [name for name in unreached(model) if ".connection." not in name and ".ends." not in name] == []
-
-
-@pytest.mark.parametrize("placement", ["post", "none"])
-def test_other_placements_run(placement: str) -> None:
-    assert network(placement=placement)(images(), times()).isfinite().all()
 
 
 def test_works_in_bfloat16() -> None:

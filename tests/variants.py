@@ -48,6 +48,12 @@ VARIANTS: dict[str, ConnectionConfig] = {
 
 assert {config.kind for config in VARIANTS.values()} == set(CONNECTIONS)
 
+SAMPLE = [
+    VARIANTS[name]
+    for name in ("add", "rezero", "layerscale", "rescaled", "denseformer", "hyper", "attnres full", "attnres block")
+]
+"""A few of all sorts."""
+
 NORMED_STREAM = ("post", "sandwich_sum", "deepnorm")
 
 

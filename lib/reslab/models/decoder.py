@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from reslab.models.attention import KeyValueCache
-from reslab.models.initialisation import initialise, stream_writers, weight_scale
+from reslab.models.initialisation import embedding_scale, initialise, stream_writers
 from reslab.models.transformer import TransformerSettings, TransformerShape, attention_and_mlp
 from reslab.residuals import Stack, reset_connections
 from reslab.schema import UserError
@@ -77,8 +77,7 @@ class Decoder(nn.Module):
         config = self.config
         initialise(self, config.init_std, config.weight_init, config.sublayers)
         scale = 1.0 if config.embedding == "unit" else 0.02
-        if config.weight_init == "tfixup":
-            scale *= weight_scale("tfixup", "value", config.sublayers)
+        scale *= embedding_scale(config.weight_init, config.sublayers)
         nn.init.normal_(self.token_embedding.weight, std=scale)
         nn.init.normal_(self.position_embedding.weight, std=scale / 2)  # GPT-2's ratio
         reset_connections(self)  # last, so that what they draw changes no other weight

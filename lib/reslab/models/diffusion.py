@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reslab.models.image_encoder import PatchSettings, reset_patch_weights, to_images, to_patches
-from reslab.models.initialisation import initialise, weight_scale
+from reslab.models.initialisation import embedding_scale, initialise
 from reslab.models.layers import make_norm
 from reslab.models.transformer import TransformerSettings, attention_and_mlp
 from reslab.residuals import Stack, reset_connections
@@ -153,8 +153,7 @@ class DiffusionTransformer(nn.Module):
         """Draw all weights anew; the only place that knows how they start."""
         config = self.config
         initialise(self, config.init_std, config.weight_init, config.sublayers, causal=False)
-        tfixup = config.weight_init == "tfixup"
-        scale = weight_scale("tfixup", "value", config.sublayers, causal=False) if tfixup else 1.0
+        scale = embedding_scale(config.weight_init, config.sublayers, causal=False)
         reset_patch_weights(self.patch_embedding, self.position_embedding, scale)
         nn.init.normal_(self.label_embedding.weight, std=config.init_std)  # as the maps that embed the time
         nn.init.zeros_(self.modulation.weight)

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from reslab.models.initialisation import initialise, weight_scale
+from reslab.models.initialisation import embedding_scale, initialise
 from reslab.models.transformer import TransformerSettings, attention_and_mlp
 from reslab.residuals import Stack, reset_connections
 from reslab.schema import Settings, UserError
@@ -127,8 +127,7 @@ class ImageEncoder(nn.Module):
         """Draw all weights anew; the only place that knows how they start."""
         config = self.config
         initialise(self, config.init_std, config.weight_init, config.sublayers, causal=False)
-        tfixup = config.weight_init == "tfixup"
-        scale = weight_scale("tfixup", "value", config.sublayers, causal=False) if tfixup else 1.0
+        scale = embedding_scale(config.weight_init, config.sublayers, causal=False)
         reset_patch_weights(self.patch_embedding, self.position_embedding, scale)
         if config.head == "reconstruction":
             nn.init.normal_(self.mask_token, std=scale)  # stands in for an embedded patch

@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from reslab.residuals import Placement, connection_modules
 from reslab.schema import UserError
 
-__all__ = ["Role", "WeightInit", "Weights", "initialise", "require_init", "stream_writers", "weight_scale"]
+__all__ = [
+    "Role",
+    "WeightInit",
+    "Weights",
+    "embedding_scale",
+    "initialise",
+    "require_init",
+    "stream_writers",
+    "weight_scale",
+]
 
 Role = Literal["query_key", "value", "output", "up", "down"]
 """`output` (of attention or a state space) and `down` (of an MLP) write to the stream."""
@@ -47,6 +56,11 @@ def weight_scale(weight_init: WeightInit, role: Role, sublayers: int, causal: bo
     if weight_init == "deepnorm":
         return (8 * blocks) ** -0.25
     return (9 * blocks) ** -0.25 if causal else 0.67 * blocks**-0.25
+
+
+def embedding_scale(weight_init: WeightInit, sublayers: int, causal: bool = True) -> float:
+    """The factor for the embedding: that of the values with `tfixup`, else 1."""
+    return weight_scale(weight_init, "value", sublayers, causal) if weight_init == "tfixup" else 1.0
 
 
 def require_init(weight_init: WeightInit, placement: Placement) -> None:
