@@ -20,7 +20,7 @@ from reslab.models.image_encoder import to_images, to_patches
 from reslab.models.initialisation import stream_writers
 from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from variants import SAMPLE
+from variants import SAMPLE, perturbed
 
 
 def network(seed: int = 0, **changed: Any) -> DiffusionTransformer:
@@ -43,14 +43,6 @@ def labels(count: int = 4) -> Tensor:
     return torch.arange(count)
 
 
-def disturb(model: nn.Module) -> None:
-    """Move every weight a little, so that none that starts at zero keeps gradients from others."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
 def reached(model: nn.Module) -> set[str]:
     """The parameters with a gradient other than zero."""
     return {n for n, p in model.named_parameters() if p.grad is not None and torch.count_nonzero(p.grad) > 0}
@@ -63,7 +55,7 @@ def reached(model: nn.Module) -> set[str]:
 @pytest.mark.parametrize("placement", ["pre", "none"])
 def test_network_is_its_conditioned_sublayers_in_turn(placement: str, conditioning: str) -> None:
     model = network(placement=placement, conditioning=conditioning)
-    disturb(model)
+    perturbed(model)
 
     def norm(x: Tensor) -> Tensor:
         return F.layer_norm(x, (16,))
@@ -97,7 +89,7 @@ def test_time_is_embedded_as_the_step_of_a_thousand() -> None:
 
 def test_condition_is_seen() -> None:
     model = network()
-    disturb(model)
+    perturbed(model)
     plain = model(images(), times(), labels())
     assert not torch.allclose(model(images(), times().flip(0), labels()), plain, atol=1e-3)
     assert not torch.allclose(model(images(), times(), labels().flip(0)), plain, atol=1e-3)
@@ -107,7 +99,7 @@ def test_condition_is_seen() -> None:
 
 def test_values_are_those_of_the_modulated_input() -> None:
     model = network(connection=ConnectionConfig("value_residual"))
-    disturb(model)
+    perturbed(model)
     attention = model.stack.sublayers()[0].branch
     assert isinstance(attention, ConditionedAttention)
     x = torch.randn(4, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -123,7 +115,7 @@ def test_value_residual_with_only_its_own_values_is_add() -> None:
         for name, parameter in joined.named_parameters():
             if name.endswith("value_weights"):
                 parameter.copy_(torch.tensor([1.0, 0.0]))
-    disturb(plain)
+    perturbed(plain)
     joined.load_state_dict(plain.state_dict(), strict=False)
     torch.testing.assert_close(joined(images(), times()), plain(images(), times()))
 
@@ -211,7 +203,7 @@ def test_gradients_unlock_in_order() -> None:
 @pytest.mark.parametrize("connection", SAMPLE, ids=str)
 def test_runs_with_connection(connection: ConnectionConfig, placement: str, conditioning: str) -> None:
     model = network(connection=connection, placement=placement, conditioning=conditioning)
-    disturb(model)
+    perturbed(model)
     loss = F.mse_loss(model(images(), times(), labels()), images())
     loss.backward()
     assert math.isfinite(loss.item())
@@ -221,7 +213,7 @@ def test_runs_with_connection(connection: ConnectionConfig, placement: str, cond
 
 def test_checkpointing_hands_the_condition_on() -> None:
     model = network()
-    disturb(model)
+    perturbed(model)
     plain = model(images(), times())
     model.stack.checkpointing = True
     again = model(images(), times())
@@ -232,7 +224,7 @@ def test_checkpointing_hands_the_condition_on() -> None:
 
 def test_works_in_bfloat16() -> None:
     model = network()
-    disturb(model)
+    perturbed(model)
     wanted = model(images(), times(), labels())
     out = model.bfloat16()(images(), times(), labels())
     assert out.dtype == torch.bfloat16

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from reslab.models.image_encoder import ImageEncoder, ImageEncoderConfig, PatchSettings, to_images, to_patches
 from reslab.schema import UserError
+from variants import unreached
 
 
 def encoder(seed: int = 0, **changed: Any) -> ImageEncoder:
@@ -29,18 +30,6 @@ def images(count: int = 3, channels: int = 1, size: int = 8) -> Tensor:
 def masks(count: int = 3) -> Tensor:
     """Six of sixteen patches, others in each image."""
     return torch.rand(count, 16, generator=torch.Generator().manual_seed(0)).argsort(1) < 6
-
-
-def disturb(model: nn.Module) -> None:
-    """Move every weight a little, so that none that starts at zero keeps gradients from others."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-def unreached(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.grad is None or torch.count_nonzero(p.grad) == 0]
 
 
 # --- patches --------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from reslab.models.state_space import (
 )
 from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from variants import SAMPLE
+from variants import SAMPLE, perturbed, unreached
 
 MIXERS = ["state", "increment", "diagonal"]
 
@@ -47,18 +47,6 @@ def first_mixer(model: StateSpace) -> Mixer:
     branch = model.stack.sublayers()[0].branch
     assert isinstance(branch, Mixer)
     return branch
-
-
-def disturb(model: nn.Module) -> None:
-    """Move every weight a little, so that none that starts at zero keeps gradients from others."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-def unreached(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.grad is None or torch.count_nonzero(p.grad) == 0]
 
 
 # --- the recurrences ------------------------------------------------------------------------------
@@ -258,7 +246,7 @@ def test_gradients_reach_every_parameter(mixer: str) -> None:
 @pytest.mark.parametrize("connection", SAMPLE, ids=str)
 def test_runs_with_connection(connection: ConnectionConfig, placement: str, mixer: str) -> None:
     model = network(mixer, connection=connection, placement=placement)
-    disturb(model)
+    perturbed(model)
     loss = F.cross_entropy(model(tokens()).flatten(0, 1), tokens().flatten())
     loss.backward()
     assert math.isfinite(loss.item())

@@ -13,6 +13,7 @@ from reslab.models.initialisation import stream_writers
 from reslab.models.unet import UNet, UNetConfig
 from reslab.residuals import ConnectionConfig, Stack
 from reslab.schema import UserError
+from variants import perturbed, unreached
 
 
 def network(seed: int = 0, **changed: Any) -> UNet:
@@ -28,18 +29,6 @@ def images(count: int = 3, channels: int = 1, size: int = 8) -> Tensor:
 
 def times(count: int = 3) -> Tensor:
     return torch.linspace(0.1, 0.9, count)
-
-
-def disturb(model: nn.Module) -> None:
-    """Move every weight a little, so that none that starts at zero keeps gradients from others."""
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.1)
-
-
-def unreached(model: nn.Module) -> list[str]:
-    return [n for n, p in model.named_parameters() if p.grad is None or torch.count_nonzero(p.grad) == 0]
 
 
 # --- what it computes -----------------------------------------------------------------------------
@@ -63,7 +52,7 @@ def test_shapes(levels: int, channels: int, size: int, skips: bool) -> None:
 def test_network_is_what_ronneberger_drew(skips: bool) -> None:
     """With images as [B, c, H, W], and the long skips as concatenations before a 1 x 1 convolution."""
     model = network(levels=2, depth=1, skips=skips)
-    disturb(model)
+    perturbed(model)
     time = F.silu(model.time_embedding(times()))
 
     def norm(x: Tensor, module: nn.Module) -> Tensor:

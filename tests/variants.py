@@ -93,3 +93,8 @@ def perturbed(model: torch.nn.Module, size: float = 0.1) -> torch.nn.Module:
     for parameter in model.parameters():
         parameter.add_(size * torch.randn(parameter.shape, generator=generator, dtype=torch.float64).to(parameter))
     return model
+
+
+def unreached(model: torch.nn.Module) -> list[str]:
+    """Parameters without a gradient, or with one of exactly zero."""
+    return [n for n, p in model.named_parameters() if p.grad is None or torch.count_nonzero(p.grad) == 0]
