@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from reslab.models.attention import Attention, KeyValueCache
 from reslab.models.decoder import Decoder
-from reslab.residuals import ConnectionConfig, ResidualSettings, Stack
+from reslab.residuals import ConnectionConfig, ResidualSettings, Stack, compile_blocks
 from reslab.residuals.depth_attention import Sources
 from reslab.residuals.value_residual import ValueStream
 from reslab.schema import UserError
@@ -77,8 +77,32 @@ def test_drawn_tokens_depend_on_the_generator_alone() -> None:
 def test_more_tokens_than_the_context_are_refused() -> None:
     with pytest.raises(UserError, match="8 tokens are more than the decoder's context of 7"):
         decoder()(tokens(length=8))
-    with pytest.raises(UserError, match="8 tokens are more"):
-        decoder().generate(tokens(length=4), 5)
+    with pytest.raises(UserError, match="104 tokens are more"):
+        decoder().generate(tokens(length=4), 100)
+
+
+def test_wrong_use_of_generate_is_refused() -> None:
+    for arguments in ((tokens(length=0), 1), (tokens()[0], 1), (tokens(length=2), -1), (tokens(length=2), 1, -1.0)):
+        with pytest.raises(UserError, match="numbers not below 0"):
+            decoder().generate(*arguments)
+
+
+def test_a_refused_call_leaves_the_cache_as_it_was() -> None:
+    model, cache = decoder(), KeyValueCache()
+    first = model(tokens()[:, :5], cache)
+    with pytest.raises(UserError, match="10 tokens are more"):
+        model(tokens()[:, :5], cache)
+    rest = model(tokens()[:, 5:7], cache)
+    torch.testing.assert_close(torch.cat([first, rest], 1), torch.cat([first, model(tokens())[:, 5:]], 1))
+
+
+def test_a_cache_goes_with_checkpointing() -> None:
+    plain, saving = decoder().double(), decoder().double()
+    saving.stack.checkpointing = True
+    for model in (plain, saving):
+        in_pieces(model, tokens(), [3, 4]).square().sum().backward()
+    for a, b in zip(plain.parameters(), saving.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
 
 
 def test_bidirectional_attention_sees_everything() -> None:
@@ -109,9 +133,9 @@ def streams_seen(model: Decoder) -> list[Tensor]:
             seen.append(value.x)  # the values beside it are attention's, in its dtype
         elif isinstance(value, Sources):
             seen.extend(value.values)  # as are the low-rank keys
-        else:
-            for part in value:
-                keep(part)
+        else:  # States and Averaged
+            for part in value[:1]:
+                keep(part) if isinstance(part, Tensor) else seen.extend(part)
 
     handles = [s.norm_input.register_forward_pre_hook(lambda m, i: keep(i[0])) for s in model.stack.sublayers()]
     handles += [s.register_forward_hook(lambda m, i, o: keep(o)) for s in model.stack.sublayers()]
@@ -208,13 +232,13 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("name", "compilations"),
-    [("add", 1), ("layerscale", 1), ("hyper", 1), ("value_residual", 2), ("rescaled", 9), ("attnres full", 9)],
+    [("add", 1), ("layerscale", 1), ("hyper", 1), ("value_residual", 3), ("rescaled", 9), ("attnres full", 9)],
 )
 def test_every_kind_compiles_without_a_break(name: str, compilations: int, traced: list[Any]) -> None:
     model = decoder(name, depth=9)  # one more than dynamo compiles by default
     perturbed(model)
     plain = gradients(model)
-    model.stack.compile_blocks()
+    compile_blocks(model)
     for a, b in zip(plain, gradients(model), strict=True):
         torch.testing.assert_close(a, b)
     assert len(traced) == compilations
@@ -239,4 +263,6 @@ def test_branch_gets_the_context_it_has_a_name_for() -> None:
 
     settings = ResidualSettings(connection=ConnectionConfig("none"), placement="none")
     stack = Stack([{"a": Shifted(), "b": nn.Identity()}], 8, settings, nn.Identity)
-    assert torch.equal(stack(torch.zeros(2, 8), shift=torch.ones(8), other=3), torch.ones(2, 8))
+    assert torch.equal(stack(torch.zeros(2, 8), shift=torch.ones(8)), torch.ones(2, 8))
+    with pytest.raises(UserError, match="no sublayer of this stack takes 'shifft'; did you mean 'shift'"):
+        stack(torch.zeros(2, 8), shifft=torch.ones(8))

@@ -324,12 +324,18 @@ def test_weights_align_with_the_embedding_and_the_newest() -> None:
     assert align_to_sources(weights, 2, -9.0).tolist() == [0, 4]
     assert align_to_sources(weights, 1, -9.0).tolist() == [4]
     assert align_to_sources(weights, 7, -9.0).tolist() == [0, -9, -9, 1, 2, 3, 4]
+    assert align_to_sources(weights[:1], 3, -9.0).tolist() == [-9, -9, 0]
 
 
-@pytest.mark.parametrize("name", [n for n, c in VARIANTS.items() if not c.type.plain_stream])
-@pytest.mark.parametrize("order", [[0, 2], [0, 2, 1], [0, 1, 1, 2], [2], [1, 2]])
+STATIC_IN_A_WINDOW = ConnectionConfig("attnres", query="none", window=2, window_embedding=False)
+
+BANKS = {n: c for n, c in VARIANTS.items() if not c.type.plain_stream} | {"static in a window": STATIC_IN_A_WINDOW}
+
+
+@pytest.mark.parametrize("name", BANKS)
+@pytest.mark.parametrize("order", [[0, 2], [0, 2, 1], [0, 1, 1, 2], [2], [1, 2], [1, 0, 2], [0, 0, 1, 2], [2, 1, 0]])
 def test_blocks_can_be_skipped_swapped_and_repeated(name: str, order: list[int]) -> None:
-    model = decoder(name)
+    model = decoder(BANKS[name])
     perturbed(model)
     whole = model(tokens())
     model.stack.blocks = nn.ModuleList([model.blocks[i] for i in order])
@@ -346,6 +352,35 @@ def test_skipping_a_block_skips_its_source() -> None:
         stream = sublayer.connection.write(stream, torch.ones(2, 16))
     assert len(stream.values) == 3
     assert all(torch.equal(value, torch.full((2, 16), 2.0)) for value in stream.values[1:])
+
+
+@pytest.mark.parametrize(("window", "kept"), [(1, 2), (2, 3), (4, 5), (9, 7)])
+@pytest.mark.parametrize("options", [{}, {"key_rank": 4}, {"value_rank": 4}, {"query": "none"}])
+def test_a_window_keeps_no_more_than_it_reads(options: dict[str, Any], window: int, kept: int) -> None:
+    model = decoder(ConnectionConfig("attnres", window=window, **options))
+    stream = model.stack.ends.start(torch.randn(2, 16))
+    for sublayer in model.stack.sublayers():
+        stream = sublayer.connection.write(stream, torch.randn(2, 16))
+    assert len(stream.values) == kept
+    assert len(stream.keys) == (0 if "query" in options else kept)
+
+
+def test_scores_need_nothing_new_from_old_sources() -> None:
+    """What a source's keys need is computed when it is written: a later read saves no copy of it."""
+    torch.manual_seed(0)
+    full = Stack(
+        [{"f": nn.Linear(64, 64)} for _ in range(12)],
+        64,
+        ResidualSettings(connection=ATTNRES["attnres full"]),
+        nn.Identity,
+    )
+    plain = Stack([{"f": nn.Linear(64, 64)} for _ in range(12)], 64, ResidualSettings(), nn.Identity)
+    x = torch.randn(100, 64)
+
+    def wide_ones(model: nn.Module) -> int:
+        return sum(t.numel() == 100 * 64 for t in saved_tensors(model, x))
+
+    assert wide_ones(full) < wide_ones(plain) + 2.5 * 12  # a source, its read and its product; not 12 * 12 / 2
 
 
 def test_parameters_of_the_variants() -> None:

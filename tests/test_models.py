@@ -133,6 +133,14 @@ def test_tied_head_is_the_embedding() -> None:
     assert 0.017 < deviation(tied.head.weight) < 0.023
 
 
+def test_tied_head_is_tied_again_after_materialisation() -> None:
+    with torch.device("meta"):
+        model = Decoder(config(embedding="gpt2", tied_head=True))
+    model.to_empty(device="cpu")
+    model.reset_parameters()
+    assert model.head.weight is model.token_embedding.weight
+
+
 def test_tied_head_is_refused_with_unit_embedding() -> None:
     with pytest.raises(ValidationError, match="use embedding: gpt2"):
         config(embedding="unit", tied_head=True)

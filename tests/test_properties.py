@@ -204,8 +204,8 @@ EXTRA: dict[str, Callable[[int, int], int]] = {
     "denseformer every sublayer": lambda s, d: sum(range(2, 2 + s)),
     "hyper": lambda s, d: s * (2 + 2 + 4 + 4 * d + 3),
     "hyper static": lambda s, d: s * (2 + 2 + 4),
-    "hyper doubly stochastic": lambda s, d: s * (4 + 4 + 16 + 6 * d + 3),
-    "value_residual": lambda s, d: s,  # two at each attention, which is every other sublayer
+    "hyper doubly stochastic": lambda s, d: s * (4 + 4 + 16 + (4 + 4 + 16) * 4 * d + 3),
+    "value_residual": lambda s, d: s - 2,  # two at each attention but the first; every other sublayer is one
     "state_attention": lambda s, d: s * d,
     "attnres key rank": lambda s, d: (s + 1) * 4 + 4 * d,
     "attnres value rank": lambda s, d: (s + 1) * d + 8 * d,

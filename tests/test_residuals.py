@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reslab.models.decoder import Decoder, DecoderConfig
+from reslab.models.resnet import ResNetConfig
+from reslab.models.state_space import StateSpaceConfig
+from reslab.models.unet import UNetConfig
 from reslab.residuals import (
     CONNECTIONS,
     Add,
@@ -136,11 +139,13 @@ def test_layernorm_scaling_counts_blocks() -> None:
 
 
 def test_value_residual_joins_values_with_the_first_ones() -> None:
-    kind = connect(VARIANTS["value_residual"], Site(2, 6, 8, has_values=True))
+    early = connect(VARIANTS["value_residual"], Site(0, 6, 8, attention=0))
+    kind = connect(VARIANTS["value_residual"], Site(2, 6, 8, attention=1))
     (x, first), (own, update) = pair(0), pair(1)
-    stream = kind.write(type(kind).ends(site(6), ConnectionOptions()).start(x), torch.zeros_like(x))
-    values, stream = kind.mix_values(stream, first)
-    torch.testing.assert_close(values, first)  # the first attention's own values, twice a half
+    stream = early.write(type(kind).ends(site(6), ConnectionOptions()).start(x), torch.zeros_like(x))
+    values, stream = early.mix_values(stream, first)
+    assert torch.equal(values, first)
+    assert list(early.parameters()) == []  # nothing to join at the first attention, nor at an MLP
     values, stream = kind.mix_values(stream, own)
     torch.testing.assert_close(values, (own + first) / 2)
     assert torch.equal(kind.write(stream, update).x, x + update)
@@ -169,15 +174,40 @@ def test_hyper_formula() -> None:
         nn.init.normal_(parameter, generator=generator)
     streams = torch.randn(4, n, d, generator=generator)
     update = torch.randn(4, d, generator=generator)
-    scale, own = kind.get_parameter("token_scale"), kind.get_parameter("token_map.weight")
+    scale = kind.get_parameter("token_scale")
     for token in range(4):
         H = streams[token]
-        parts = torch.tanh(F.normalize(H, dim=-1) * math.sqrt(d) @ own.T)  # [n, n + 2]
-        r = kind.get_parameter("read_weight") + scale[0] * parts[:, 0]
-        M = kind.get_parameter("mix_weight") + scale[1] * parts[:, 2:].T
-        b = kind.get_parameter("write_weight") + scale[2] * parts[:, 1]
+        normed = F.normalize(H, dim=-1) * math.sqrt(d)
+        of_read, of_mix, of_write = (
+            torch.tanh(normed @ kind.get_parameter(f"{name}_map.weight").T) for name in ("read", "mix", "write")
+        )
+        r = kind.get_parameter("read_weight") + scale[0] * of_read[:, 0]
+        M = kind.get_parameter("mix_weight") + scale[1] * of_mix.T
+        b = kind.get_parameter("write_weight") + scale[2] * of_write[:, 0]
         torch.testing.assert_close(kind.read(streams)[token], r @ H, rtol=1e-4, atol=1e-4)
         wanted = M @ H + torch.outer(b, update[token])
+        torch.testing.assert_close(kind.write(streams, update)[token], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_doubly_stochastic_formula() -> None:
+    """Of all streams together: r = sigmoid, M = Sinkhorn, b = 2 sigmoid of a linear map of the normed streams."""
+    n, d = 3, 8
+    kind = connect(ConnectionConfig("hyper", streams=n, doubly_stochastic=True), site())
+    generator = torch.Generator().manual_seed(0)
+    for parameter in kind.parameters():
+        nn.init.normal_(parameter, std=0.3, generator=generator)
+    streams, update = torch.randn(4, n, d, generator=generator), torch.randn(4, d, generator=generator)
+    scale = kind.get_parameter("token_scale")
+    for token in range(4):
+        normed = F.normalize(streams[token].flatten(), dim=0) * math.sqrt(n * d)
+        of_read, of_mix, of_write = (
+            kind.get_parameter(f"{name}_map.weight") @ normed for name in ("read", "mix", "write")
+        )
+        r = torch.sigmoid(kind.get_parameter("read_weight") + scale[0] * of_read)
+        M = sinkhorn(kind.get_parameter("mix_weight") + (scale[1] * of_mix).view(n, n).T)
+        b = 2 * torch.sigmoid(kind.get_parameter("write_weight") + scale[2] * of_write)
+        torch.testing.assert_close(kind.read(streams)[token], r @ streams[token], rtol=1e-4, atol=1e-4)
+        wanted = M @ streams[token] + torch.outer(b, update[token])
         torch.testing.assert_close(kind.write(streams, update)[token], wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -376,6 +406,28 @@ def test_write_leaves_its_inputs_alone(name: str) -> None:
     assert torch.equal(update, pair()[1])
 
 
+@pytest.mark.parametrize("name", ["hyper", "hyper doubly stochastic", "denseformer", "attnres full", "attnres block"])
+def test_a_low_precision_stream_is_rounded_once(name: str) -> None:
+    """At the start these equal `add`; in bfloat16 they are nearly as far from it as `add` itself."""
+    shape: dict[str, Any] = {"depth": 12, "norm": "rmsnorm", "norm_eps": 0.0}
+    exact = decoder("add", **shape)(tokens()).detach()
+
+    def error(kind: str) -> float:
+        return float((decoder(kind, stream_dtype="bfloat16", **shape)(tokens()).detach() - exact).norm() / exact.norm())
+
+    assert error(name) < 2 * error("add")
+
+
+@pytest.mark.parametrize("name", [n for n in VARIANTS if n.startswith("attnres")])
+def test_depth_weights_are_in_float32_in_a_bfloat16_model(name: str) -> None:
+    model = decoder(name).bfloat16()
+    stream = model.stack.ends.start(torch.randn(2, 16, dtype=torch.bfloat16))
+    for sublayer in model.stack.sublayers():
+        stream = sublayer.connection.write(stream, torch.randn(2, 16, dtype=torch.bfloat16))
+    output = model.stack.ends.get_submodule("output")
+    assert {w.dtype for w in output.depth_weights(stream)} == {torch.float32}  # type: ignore[operator]
+
+
 # --- choosing a kind ------------------------------------------------------------------------------
 
 
@@ -396,6 +448,8 @@ def test_write_leaves_its_inputs_alone(name: str) -> None:
         ("attnres", {"query": "none", "key_norm": False}, "key_norm: false with query: none"),
         ("attnres", {"window_embedding": False}, "window_embedding: false needs a window"),
         ("attnres", {"heads": 2, "value_rank": 4}, "a compressed source has no heads"),
+        ("attnres", {"window": 1, "window_embedding": False}, "window 1 with stride 1 .* nothing to attend to"),
+        ("attnres", {"window": 2, "stride": 2, "window_embedding": False}, "leaves the newest source alone"),
         ("hyper", {"streams": 1}, "'hyper': streams: input should be greater than or equal to 2, got 1"),
     ],
 )
@@ -408,8 +462,8 @@ def test_wrong_kind_or_option(kind: str, options: dict[str, Any], message: str) 
     ("kind", "options", "message"),
     [
         ("attnres", {"block": 7}, "block 7 is larger than the 6 sublayers"),
-        ("attnres", {"heads": 3}, "width 16 or key_rank None is not divisible by heads 3"),
-        ("attnres", {"heads": 4, "key_rank": 6}, "width 16 or key_rank 6 is not divisible by heads 4"),
+        ("attnres", {"heads": 3}, "width 16 is not divisible by heads 3"),
+        ("attnres", {"heads": 4, "key_rank": 6}, "key_rank 6 is not divisible by heads 4"),
         ("attnres", {"key_rank": 17}, "key_rank 17 is larger than width 16"),
         ("attnres", {"value_rank": 17}, "value_rank 17 is larger than width 16"),
         ("denseformer", {"period": 7}, "period 7 is larger than the 6 sublayers"),
@@ -438,9 +492,40 @@ def test_config_keeps_every_option_and_survives_json() -> None:
 
 
 def test_name_is_given_once(register: Register) -> None:
-    with pytest.raises(ValueError, match="'add' is registered twice"):
+    with pytest.raises(ValueError, match=r"connection 'add' is reslab\.residuals\.additive\.Add; choose another"):
         register("add")(ReZero)
     assert registry.CONNECTIONS["add"] is Add
+
+
+def test_a_cell_that_runs_again_replaces_its_kind(register: Register) -> None:
+    def define(factor: float) -> type[Connection]:
+        class Own(Connection):
+            def write(self, stream: Tensor, update: Tensor) -> Tensor:
+                return stream + factor * update
+
+        return Own
+
+    register("own")(define(1.0))
+    second = register("own")(define(2.0))
+    assert registry.CONNECTIONS["own"] is second
+
+
+def test_option_named_kind_is_refused(register: Register) -> None:
+    class Named(Connection):
+        class Options(ConnectionOptions):
+            kind: str = "x"
+
+    with pytest.raises(UserError, match="an option cannot be named 'kind'"):
+        register("named")(Named)
+
+
+def test_copies_of_a_config_are_checked() -> None:
+    layerscale = ConnectionConfig("layerscale", initial=0.5)
+    assert layerscale.model_copy(update={"initial": 0.25}) == ConnectionConfig("layerscale", initial=0.25)
+    assert layerscale.model_copy(update={"kind": "skipinit"}) == ConnectionConfig("skipinit")
+    with pytest.raises(UserError, match="did you mean 'initial'"):
+        layerscale.model_copy(update={"intial": 0.25})
+    assert len({hash(ConnectionConfig("scaled", scale=i / 50)) for i in range(50)}) == 50
 
 
 def test_every_kind_has_a_docstring_with_formula_and_source() -> None:
@@ -515,6 +600,21 @@ def test_value_residual_needs_attention() -> None:
     settings = ResidualSettings(connection=VARIANTS["value_residual"])
     with pytest.raises(UserError, match="joins attention's values, and this model has no attention"):
         Stack([{"mlp": nn.Linear(8, 8)}], 8, settings, nn.Identity)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (ResNetConfig, {"channels": 4, "depth": 2, "classes": 10}),
+        (UNetConfig, {"channels": 4, "depth": 2}),
+        (StateSpaceConfig, {"vocabulary": 9, "width": 8, "context": 4, "depth": 2, "init_std": 0.1, "mixer": "state"}),
+    ],
+    ids=lambda value: value[0].__name__,
+)
+def test_config_without_attention_refuses_the_value_residual(settings: tuple[type[Any], dict[str, Any]]) -> None:
+    model, shape = settings
+    with pytest.raises(ValidationError, match="joins attention's values, and this model has no attention"):
+        model(**shape, connection=VARIANTS["value_residual"])
 
 
 def test_the_refusals_are_the_ones_the_tests_know() -> None:

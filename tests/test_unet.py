@@ -150,7 +150,7 @@ def test_wrong_settings_are_refused() -> None:
         network(levels=5)
     with pytest.raises(ValidationError, match="block 3 is larger than the 2 sublayers"):
         network(connection=ConnectionConfig("attnres", block=3))
-    with pytest.raises(UserError, match="this model has no attention"):
+    with pytest.raises(ValidationError, match="this model has no attention"):
         network(connection=ConnectionConfig("value_residual"))
 
 

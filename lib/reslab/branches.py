@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from reslab.residuals import Residual
 from reslab.schema import UserError, did_you_mean
 
-__all__ = ["RECIPES", "Branch", "Recipe", "known_branches", "named_branches", "what_to_pass"]
+__all__ = ["RECIPES", "Branch", "Recipe", "known_branches", "named_branches", "unknown_blocks", "what_to_pass"]
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,24 @@ def known_branches(model: nn.Module) -> list[Branch]:
             weigh = block.connection.weigh if isinstance(block, Residual) else None
             found.append(Branch(label, *places, tokens_first=tokens_first, weigh=weigh))
     return found
+
+
+def unknown_blocks(model: nn.Module) -> list[str]:
+    """Lists of blocks in which no branch is known, though the model has others that are: "decoder.layers (2 x ...)"."""
+    known = [name for name, module in model.named_modules() if _recipes(module)]
+    found = []
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or len(module) < 2 or not _is_block(module[0]):
+            continue
+        inside = any(name.startswith(f"{block}.") for block in known)
+        if not inside and not any(block.startswith(f"{name}.") for block in known):
+            found.append(f"{name} ({len(module)} x {type(module[0]).__name__})")
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """By the usual names, of a module that holds others."""
+    return type(module).__name__.endswith(("Layer", "Block")) and next(module.children(), None) is not None
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -61,7 +61,10 @@ DOWNLOADS = {
 
 
 class CorpusConfig(Settings):
-    """Which text. `source` is `pandas`, `tinyshakespeare`, `enwik8`, or the path of a text file."""
+    """Which text. `source` is `pandas`, `tinyshakespeare`, `enwik8`, or the path of a text file.
+
+    A relative path is one from the project's folder.
+    """
 
     source: str = Field(min_length=1)
     sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
@@ -305,7 +308,7 @@ class MaskedDigitsConfig(Settings):
 
     @model_validator(mode="after")
     def _patch_divides_image(self) -> "MaskedDigitsConfig":
-        if 8 % self.patch:
+        if self.patch not in (1, 2, 4):
             raise ValueError(f"patch {self.patch} does not divide the digits' 8 pixels; use 1, 2 or 4")
         return self
 

@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from reslab.branches import Branch, known_branches, named_branches, what_to_pass
+from reslab.branches import Branch, known_branches, named_branches, unknown_blocks, what_to_pass
 from reslab.probes import effective_rank, token_cosine
 from reslab.schema import Settings, UserError
 
@@ -265,6 +265,15 @@ class ResidualHealth:
     ) -> None:
         if every < 1:
             raise UserError(f"every is {every}; give 1 to record each forward pass, or more")
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model is a {type(model).__name__}; give an nn.Module")
+        if getattr(model, "_compiled_call_impl", None) is not None:
+            raise UserError(
+                f"{type(model).__name__} is compiled as a whole, in place, and hides what happens inside; measure it "
+                f"before compile(), or compile its blocks alone"
+            )
+        if rule is not None and not isinstance(rule, HealthRule):
+            raise UserError(f"rule is a {type(rule).__name__}; give a HealthRule, e.g. HealthRule(dead_below=1e-4)")
         if sequences < 0:
             raise UserError(f"sequences is {sequences}; give how many to take effective ranks of, 0 for none")
         self.rule = rule or HealthRule()
@@ -275,11 +284,13 @@ class ResidualHealth:
                 raise UserError(f"{type(model).__name__} has no block that is known; {what_to_pass(model)}")
         else:
             self._branches = named_branches(model, [branches] if isinstance(branches, str) else branches)
+        self._unknown = unknown_blocks(model) if branches is None else []
         self._hides_stream = any(isinstance(module, nn.TransformerEncoderLayer) for module in model.modules())
         self._rows: list[_Row] = []
         self._passes = 0
         self._pass: _Pass | None = None
         self._inner: list[RemovableHandle] = []
+        self._eager: Any = None
         self._restore_fast_path = False
         # The order matters: `_finish` is not called when the forward pass fails, `_end` always is.
         self._outer = [
@@ -289,6 +300,8 @@ class ResidualHealth:
         ]
 
     def __enter__(self) -> "ResidualHealth":
+        if not self._outer:
+            raise UserError("this probe was removed, and keeps what it recorded; attach a new ResidualHealth(model)")
         return self
 
     def __exit__(
@@ -317,6 +330,7 @@ class ResidualHealth:
         if self._hides_stream and torch.backends.mha.get_fastpath_enabled():
             torch.backends.mha.set_fastpath_enabled(False)
             self._restore_fast_path = True
+        self._eager = torch.compiler.set_stance("force_eager")  # compiled blocks call no hook set after them
         for branch in self._branches:
             self._watch(branch)
             if branch.stream is model:  # hooks that are added now come too late for this pass
@@ -350,6 +364,9 @@ class ResidualHealth:
         for handle in self._inner:
             handle.remove()
         self._inner = []
+        if self._eager is not None:
+            self._eager.__exit__(None, None, None)
+            self._eager = None
         if self._restore_fast_path:
             torch.backends.mha.set_fastpath_enabled(True)
             self._restore_fast_path = False
@@ -446,7 +463,10 @@ class ResidualHealth:
         return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def summary(self) -> str:
-        """The latest recorded step in one line: how many branches are in which state, and which are not healthy."""
+        """The latest recorded step in one line: how many branches are in which state, and which are not healthy.
+
+        Also which lists of blocks beside them are not measured.
+        """
         rows = self._latest()
         if not rows:
             return f"no forward pass of {type(self._model).__name__} recorded yet"
@@ -459,7 +479,8 @@ class ResidualHealth:
                 listed = "" if state == "healthy" else f" ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
                 told.append(f"{counts[state]} {state}{listed}")
         noun = "branch" if len(rows) == 1 else "branches"
-        return f"{len(rows)} {noun} at step {rows[0].step}: {', '.join(told)}"
+        unknown = f"; not measured, for the block is not known: {', '.join(self._unknown)}" if self._unknown else ""
+        return f"{len(rows)} {noun} at step {rows[0].step}: {', '.join(told)}{unknown}"
 
     def first_fault(self) -> Fault | None:
         """The first branch, in forward order, of the first recorded step that has overflow or non-finite values."""
@@ -472,7 +493,8 @@ class ResidualHealth:
         """Ratio by layer on a log axis, a line a recorded step and sort of branch, dark to light over the steps.
 
         The rule's thresholds are dashed; sorts (attention, mlp, ...) differ by their markers.
-        Ratios under a tenth of `dead_below` are drawn there; those that are not finite are gaps.
+        Ratios under a tenth of `dead_below` are drawn there; those that are not finite are gaps. Layers that at any step
+        had overflow or values that are not finite are crossed.
         """
         from reslab import plotting
 
@@ -496,6 +518,12 @@ class ResidualHealth:
                 label = f"step {step}" if step in labelled and sort == next(iter(sorts)) else None
                 heights = [self._height(row) for row in rows]
                 ax.plot([row.layer for row in rows], heights, color=colour, marker=marker, markersize=4, label=label)
+        faults = {row.layer for row in self._rows if self._state(row) in ("overflow", "non-finite")}
+        if faults:
+            height = [self.rule.rewriting_above] * len(faults)
+            ax.plot(sorted(faults), height, "x", color=plotting.COLOURS["no skip"], label="overflow or not finite")
+        if self._rows:
+            ax.set_xlim(-0.5, max(row.layer for row in self._rows) + 0.5)
         for sort, marker in sorts.items() if len(sorts) > 1 else ():
             ax.plot([], [], color=plotting.COLOURS["control"], linestyle="", marker=marker, label=sort)
         for limit, name in ((self.rule.dead_below, "dead below"), (self.rule.rewriting_above, "rewriting above")):

@@ -81,6 +81,7 @@ def _first_inputs(modules: Sequence[nn.Module]) -> Iterator[list[list[Any]]]:
     with ExitStack() as on_exit:
         for module, place in zip(modules, seen, strict=True):
             on_exit.callback(module.register_forward_pre_hook(keep_in(place), with_kwargs=True).remove)
+        on_exit.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code calls no hook set after it
         yield seen
 
 

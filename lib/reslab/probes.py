@@ -85,18 +85,18 @@ def stream_places(model: nn.Module) -> list[nn.Module]:
 def streams(places: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
     """Collects the inputs of `places` during a forward pass, in the order they run; see `stream_places`.
 
-    The hooks are gone when the context ends, also after an exception.
+    The hooks are gone when the context ends, also after an exception. Compiled blocks run uncompiled meanwhile, for
+    what was compiled before a hook was set does not call it.
     """
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].requires_grad:
-            inputs[0].retain_grad()
         seen.append(inputs[0])
 
     handles = [place.register_forward_pre_hook(keep) for place in places]
     try:
-        yield seen
+        with torch.compiler.set_stance("force_eager"):
+            yield seen
     finally:
         for handle in handles:
             handle.remove()
@@ -129,13 +129,15 @@ def stream_profile(
 ) -> Profile:
     """One list a measure, from what the first block reads to what the head does, L + 1 values.
 
+    `model` is one of this package; `inputs` are what it is called with, a tuple where it takes several.
     `gradient_norm` is the Frobenius norm of the mean loss's gradient by the stream at that place;
     `neighbour_cosine` and `mean_shift` compare with the place before and have L values.
     Measures over tokens treat the last axis as width and need a stream [B, T, d].
     A value is not a number or infinite where the stream is. Leaves the model's gradients and modes as they were.
     """
     with evaluating(model), streams(stream_places(model)) as seen:
-        gradients = torch.autograd.grad(loss_of(outputs_of(model, inputs), targets), seen)
+        loss = loss_of(outputs_of(model, inputs), targets)
+        gradients = torch.autograd.grad(loss, seen)
     places = [place.detach().float() for place in seen]
     pairs = list(itertools.pairwise(places))
     profile = {"gradient_norm": [float(g.double().norm()) for g in gradients]}

@@ -68,8 +68,9 @@ def arranged(blocks: Blocks, order: Sequence[int]) -> Iterator[None]:
 
 
 @contextmanager
-def skipped(blocks: Blocks, which: Collection[int]) -> Iterator[None]:
-    """The blocks `which` do not run: the stream passes them unchanged. Errors: see `arranged`."""
+def skipped(blocks: Blocks, which: int | Collection[int]) -> Iterator[None]:
+    """The block or blocks `which` do not run: the stream passes them unchanged. Errors: see `arranged`."""
+    which = {which} if isinstance(which, int) else which
     if which:
         _check(blocks, list(which))
     with arranged(blocks, [i for i in range(len(blocks)) if i not in which]):
@@ -99,6 +100,10 @@ def repeated(blocks: Blocks, index: int, times: int = 2) -> Iterator[None]:
 
 
 def _check(blocks: Blocks, order: Sequence[int]) -> None:
+    if not isinstance(blocks, nn.ModuleList | nn.Sequential):
+        raise UserError(
+            f"blocks is a {type(blocks).__name__}; give the model's own nn.ModuleList or nn.Sequential of them"
+        )
     if not order:
         raise UserError("arranged: no block is left to run; keep at least one")
     for i in order:

@@ -4,11 +4,9 @@ import ast
 import contextlib
 import hashlib
 import importlib.util
-import inspect
 import json
 import os
 import tempfile
-import textwrap
 import threading
 import time
 import warnings
@@ -24,6 +22,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from reslab import data, lifeline, paths
 from reslab.files import write_atomic
+from reslab.fingerprint import fingerprint
 from reslab.progress import Progress
 from reslab.residuals import CONNECTIONS, Connection
 from reslab.schema import Settings, UserError
@@ -92,11 +91,11 @@ def _is_module(name: str) -> bool:
 def run_name(config: RunConfig) -> str:
     """The name of a run: the same for the same config, data, training code, and versions of torch and numpy.
 
-    The code of a connection that is registered outside this package counts too.
+    The code of a connection that is registered outside this package counts too, and what of the user's it calls.
     """
     task = data.load(config.task)
     text = task.corpus.sha256 if isinstance(task, data.Text) else ""
-    own = _source(kind) if (kind := _outside(config)) is not None else ""
+    own = fingerprint(kind) if (kind := _outside(config)) is not None else ""
     return hashlib.sha256(f"{training_code()}{text}{own}{config.model_dump_json()}".encode()).hexdigest()[:20]
 
 
@@ -104,16 +103,6 @@ def _outside(config: RunConfig) -> type[Connection] | None:
     """The run's kind of connection, where it is not one of this package."""
     kind = config.model.connection.type
     return None if kind.__module__.split(".")[0] == "reslab" else kind
-
-
-def _source(kind: type[Connection]) -> str:
-    try:
-        return _without_docstrings(ast.parse(textwrap.dedent(inspect.getsource(kind))))
-    except (OSError, TypeError):
-        raise UserError(
-            f"connection {kind.__name__}: Python does not find its source, so that runs with it cannot be told "
-            f"apart; define it in a file or in a notebook cell"
-        ) from None
 
 
 # --- the store ------------------------------------------------------------------------------------

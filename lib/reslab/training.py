@@ -18,7 +18,7 @@ from reslab.models.resnet import ResNet, ResNetConfig
 from reslab.models.state_space import StateSpace, StateSpaceConfig
 from reslab.models.unet import UNet, UNetConfig
 from reslab.probes import outputs_of, stacks, stream_profile
-from reslab.residuals import connection_modules, connection_rates
+from reslab.residuals import compile_blocks, connection_modules, connection_rates
 from reslab.schema import Settings, UserError
 
 __all__ = [
@@ -136,11 +136,21 @@ class RunConfig(Settings):
             raise ValueError("a unet takes no labels; set labels: false in task noisy_digits")
         if isinstance(self.task, data.MaskedDigitsConfig) and self.task.patch != getattr(self.model, "patch", None):
             raise ValueError(f"task masked_digits masks patches of {self.task.patch}; give the model the same patch")
+        for name, asked in self._asked_of_model().items():
+            if (found := getattr(self.model, name, asked)) != asked:
+                raise ValueError(f"task {self.task.kind} needs a model with {name}: {asked}, not {found}")
         return self
+
+    def _asked_of_model(self) -> dict[str, int]:
+        """What the task's inputs and targets fix of the model."""
+        if isinstance(self.task, data.TextConfig):
+            return {"vocabulary": data.VOCABULARY, "context": self.task.context}
+        classes = {} if isinstance(self.task, data.MaskedDigitsConfig) else {"classes": 10}
+        return {"image_size": 8, "image_channels": 1} | classes
 
 
 class RunRecord(Settings):
-    """What a run leaves behind; `None` where a run diverged before it could be measured.
+    """What a run leaves behind; `None` where a run diverged before it could be measured. `outcome`: see `Outcome`.
 
     Losses are in nats, or mean square errors where the task asks for values; these have no accuracy.
     """
@@ -192,7 +202,8 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
     The learning rate is multiplied where a connection says so (`Connection.rates`).
     """
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    decayed = {id(m.weight) for m in layers if m not in connection_modules(model)}
+    in_connections = connection_modules(model)
+    decayed = {id(m.weight) for m in layers if m not in in_connections}
     decayed -= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     rates = connection_rates(model)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
@@ -265,8 +276,7 @@ def optimisation_steps(config: RunConfig, task: data.Task, model: Model) -> Iter
     )
     scaler = torch.amp.GradScaler(device.kind, enabled=device.precision == "float16")
     if device.compile:
-        for stack in stacks(model):
-            stack.compile_blocks()
+        compile_blocks(model)
     for stack in stacks(model):
         stack.checkpointing = device.checkpointing
     model.train()

@@ -26,10 +26,9 @@ class KeyValueCache:
         self._slots: list[tuple[Tensor, Tensor]] = []
         self._turn = 0
 
-    def begin(self, tokens: int) -> int:
-        """Start a pass over `tokens` new tokens; the position of the first of them."""
-        position, self.tokens, self._turn = self.tokens, self.tokens + tokens, 0
-        return position
+    def begin(self, tokens: int) -> None:
+        """Start a pass over `tokens` new tokens."""
+        self.tokens, self._turn = self.tokens + tokens, 0
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Past and new keys and values [B, H, P + T, d/H] of the attention whose turn it is."""
@@ -44,7 +43,11 @@ class KeyValueCache:
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, [B, T, d] -> [B, T, d]; where `causal`, no token sees a later one."""
+    """Multi-head self-attention, [B, T, d] -> [B, T, d]; where `causal`, no token sees a later one.
+
+    PyTorch's fused kernel has neither second derivatives nor forward-mode ones on the CPU: take those under
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`.
+    """
 
     def __init__(self, width: int, heads: int, causal: bool) -> None:
         super().__init__()

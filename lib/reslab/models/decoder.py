@@ -65,8 +65,6 @@ class Decoder(nn.Module):
         self.norm = config.make_norm() if config.final_norm else nn.Identity()
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
         self.reset_parameters()
-        if config.tied_head:
-            self.head.weight = self.token_embedding.weight
 
     def _branches(self, config: DecoderConfig) -> Mapping[str, nn.Module]:
         """One block's sublayers, by name."""
@@ -75,6 +73,8 @@ class Decoder(nn.Module):
     def reset_parameters(self) -> None:
         """Draw all weights anew; the only place that knows how they start."""
         config = self.config
+        if config.tied_head:  # here, for `to_empty` parts them
+            self.head.weight = self.token_embedding.weight
         initialise(self, config.init_std, config.weight_init, config.sublayers)
         scale = 1.0 if config.embedding == "unit" else 0.02
         scale *= embedding_scale(config.weight_init, config.sublayers)
@@ -92,17 +92,22 @@ class Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, cache: KeyValueCache | None = None) -> Tensor:
         """`cache` holds what came before `tokens`, and is extended by them."""
-        first = 0 if cache is None else cache.begin(tokens.shape[1])
-        if first + tokens.shape[1] > self.config.context:
-            raise UserError(
-                f"{first + tokens.shape[1]} tokens are more than the decoder's context of {self.config.context}; "
-                f"give fewer, or build it with a larger context"
-            )
+        first = 0 if cache is None else cache.tokens
+        self._require_room(first + tokens.shape[1])
+        if cache is not None:
+            cache.begin(tokens.shape[1])
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
         hidden = self.stack(x) if cache is None else self.stack(x, cache=cache)
         logits: Tensor = self.head(self.norm(hidden))
         return logits
+
+    def _require_room(self, tokens: int) -> None:
+        if tokens > self.config.context:
+            raise UserError(
+                f"{tokens} tokens are more than the decoder's context of {self.config.context}; "
+                f"give fewer, or build it with a larger context"
+            )
 
     def new_cache(self) -> KeyValueCache | None:
         """What `generate` remembers tokens in."""
@@ -113,6 +118,12 @@ class Decoder(nn.Module):
         self, tokens: Tensor, count: int, temperature: float = 0.0, generator: torch.Generator | None = None
     ) -> Tensor:
         """tokens [B, T] and `count` more, [B, T + count]: the likeliest at temperature 0, else drawn."""
+        if tokens.ndim != 2 or not tokens.shape[1] or count < 0 or temperature < 0:
+            raise UserError(
+                f"generate from tokens {list(tokens.shape)}, count {count}, temperature {temperature}: give tokens "
+                f"[B, T] with T >= 1, and numbers not below 0"
+            )
+        self._require_room(tokens.shape[1] + count)
         cache, fed = self.new_cache(), tokens
         for _ in range(count):
             logits = self(tokens if cache is None else fed, cache)[:, -1]

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from reslab.models.image_encoder import require_images
 from reslab.residuals import ResidualSettings, Stack, connection_modules, reset_connections
 
 __all__ = ["ResNet", "ResNetConfig"]
@@ -19,6 +20,7 @@ class ResNetConfig(ResidualSettings):
     depth: int = Field(ge=1)
     """L, the number of residual blocks; the net has 2L + 1 convolutions."""
     classes: int = Field(ge=2)
+    has_attention = False
     placement: Literal["none"] = "none"
     """The branches bring their own norms."""
 
@@ -83,6 +85,7 @@ class ResNet(nn.Module):
         return self.stack.blocks
 
     def forward(self, images: Tensor) -> Tensor:
+        require_images(images, 1, 8)
         hidden = self.stack(self.stem(images).movedim(1, -1)).movedim(-1, 1)
         pooled = self.norm(hidden).relu().mean((2, 3))
         logits: Tensor = self.head(pooled)

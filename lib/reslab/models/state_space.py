@@ -49,6 +49,8 @@ class Mixer(nn.Module):
 
     def states(self, fed: Tensor) -> Tensor:
         """s_1 to s_T of `fed` U x_1 to U x_T, both [B, T, d]."""
+        if not fed.shape[1]:
+            return fed
         states, state = [], torch.zeros_like(fed[:, 0])
         for now in fed.unbind(1):
             state = self.step(state, now)
@@ -158,6 +160,7 @@ class StateSpaceConfig(DecoderConfig):
     """A decoder whose attention is replaced by a recurrence."""
 
     kind: Literal["state_space"] = "state_space"  # type: ignore[assignment]
+    has_attention = False
     heads: Literal[1] = 1
     """There are none to choose."""
     mixer: Literal["state", "increment", "diagonal"]

@@ -22,9 +22,14 @@ __all__ = ["UNet", "UNetConfig"]
 
 
 class UNetConfig(ResidualSettings):
-    """A U-Net in full. Every level has the same number of channels."""
+    """A U-Net in full. Every level has the same number of channels.
+
+    Each stack begins a stream of its own: connections that count sublayers, blocks or sources count within it. A
+    sublayer here is a whole residual block, so that `sublayers_per_block` and `period` are 1 where a block is meant.
+    """
 
     kind: Literal["unet"] = "unet"
+    has_attention = False
     channels: int = Field(ge=1)
     """c, on every stream."""
     depth: int = Field(ge=1)
@@ -45,6 +50,8 @@ class UNetConfig(ResidualSettings):
     @model_validator(mode="after")
     def _fits_together(self) -> "UNetConfig":
         self.connection.options.require(self.depth, self.channels)
+        if self.placement == "deepnorm":
+            raise ValueError("placement deepnorm needs its weight init, which a unet has not; use post")
         if self.image_size % 2 ** (self.levels - 1):
             raise ValueError(
                 f"image_size {self.image_size} cannot be halved {self.levels - 1} times; "

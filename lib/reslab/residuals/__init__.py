@@ -32,7 +32,7 @@ from reslab.residuals.connection import (
 )
 from reslab.residuals.depth_attention import AttnRes, DenseFormer, StateAttention
 from reslab.residuals.hyper import HyperConnection
-from reslab.residuals.stack import Block, Placement, Residual, ResidualSettings, Stack, require_fit
+from reslab.residuals.stack import Block, Placement, Residual, ResidualSettings, Stack, compile_blocks, require_fit
 from reslab.residuals.value_residual import ValueResidual
 
 __all__ = [
@@ -63,6 +63,7 @@ __all__ = [
     "Stream",
     "ValueResidual",
     "WeightedSkip",
+    "compile_blocks",
     "connect",
     "connection_modules",
     "connection_rates",

@@ -48,6 +48,7 @@ class WeightedSkip(Connection):
 
     class Options(ConnectionOptions):
         weight: float
+        """w."""
 
     def write(self, stream: Tensor, update: Tensor) -> Tensor:
         return torch.add(update, stream, alpha=self.options.weight)
@@ -59,6 +60,7 @@ class Scaled(Add):
 
     class Options(ConnectionOptions):
         scale: float
+        """s."""
 
     def weigh(self, update: Tensor) -> Tensor:
         return self.options.scale * update
@@ -91,6 +93,7 @@ class SkipInit(ReZero):
 
     class Options(ConnectionOptions):
         initial: float = 0.0
+        """a at the start."""
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.alpha, self.options.initial)
@@ -105,6 +108,7 @@ class LayerScale(Add):
 
     class Options(ConnectionOptions):
         initial: float = 0.1
+        """Every channel of g at the start."""
 
     def __init__(self, site: Site, options: ConnectionOptions) -> None:
         super().__init__(site, options)
@@ -126,6 +130,7 @@ class Highway(Connection):
 
     class Options(ConnectionOptions):
         bias: float = -2.0
+        """b at the start; negative lets the stream through."""
 
     def __init__(self, site: Site, options: ConnectionOptions) -> None:
         super().__init__(site, options)
@@ -163,6 +168,7 @@ class LayerNormScaling(Add):
 
     class Options(ConnectionOptions):
         sublayers_per_block: int = Field(default=2, ge=1)
+        """How many sublayers share a block's number."""
 
     def feed(self, h: Tensor) -> Tensor:
         return h * (1 + self.site.index // self.options.sublayers_per_block) ** -0.5

@@ -10,10 +10,11 @@ Letters: x the stream, v the update, d the width, l the sublayer's number from 1
 (a Transformer block has two). A new kind is one class with `@register("name")`; every model then takes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from pydantic import ConfigDict
 from torch import Tensor, nn
 
@@ -32,6 +33,7 @@ __all__ = [
     "connection_rates",
     "register",
     "reset_connections",
+    "wide",
 ]
 
 Stream = Any
@@ -45,8 +47,8 @@ class Site:
     index: int
     sublayers: int
     width: int
-    has_values: bool = False
-    """The sublayer is an attention whose value vectors a connection may join."""
+    attention: int | None = None
+    """The number (from 0) of the sublayer among those that are attentions, whose values a connection may join."""
 
 
 class ConnectionOptions(Settings):
@@ -130,6 +132,11 @@ class Connection(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in self.options)
 
 
+def wide(x: Tensor) -> Tensor:
+    """x in float32, or in float64 where it is: sums over many sources are taken there and rounded once."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
 # --- the registry ---------------------------------------------------------------------------------
 
 CONNECTIONS: dict[str, type[Connection]] = {}
@@ -139,13 +146,30 @@ CONNECTIONS: dict[str, type[Connection]] = {}
 def register(name: str) -> Callable[[type[Connection]], type[Connection]]:
     """Class decorator: make a connection available to every model under `name`."""
 
+    if not isinstance(name, str):
+        raise UserError('a connection is registered under a name: write @register("name")')
+
     def add(kind: type[Connection]) -> type[Connection]:
-        if name in CONNECTIONS:
-            raise ValueError(f"connection '{name}' is registered twice")
-        CONNECTIONS[name] = kind
+        _require_complete(name, kind)
+        known = CONNECTIONS.get(name)
+        if known is not None and (known.__module__, known.__qualname__) != (kind.__module__, kind.__qualname__):
+            raise UserError(f"connection '{name}' is {known.__module__}.{known.__qualname__}; choose another name")
+        CONNECTIONS[name] = kind  # anew where a notebook's cell runs again
         return kind
 
     return add
+
+
+def _require_complete(name: str, kind: Any) -> None:
+    """A UserError where a class cannot be a connection."""
+    if not (isinstance(kind, type) and issubclass(kind, Connection)):
+        raise UserError(f"connection '{name}' is {kind!r}; derive a class from Connection")
+    if kind.write is Connection.write:
+        raise UserError(f"connection '{name}' has no write(self, stream, update); give it one, or derive it from Add")
+    if not (isinstance(kind.Options, type) and issubclass(kind.Options, ConnectionOptions)):
+        raise UserError(f"connection '{name}': derive its Options from ConnectionOptions")
+    if "kind" in kind.Options.model_fields:
+        raise UserError(f"connection '{name}': an option cannot be named 'kind'; choose another name")
 
 
 class ConnectionConfig(Settings):
@@ -165,6 +189,15 @@ class ConnectionConfig(Settings):
         complete = validate(CONNECTIONS[kind].Options, options, f"residual connection '{kind}'")
         super().__init__(kind=kind, **complete.model_dump())  # type: ignore[call-arg]
 
+    def __hash__(self) -> int:
+        return hash((self.kind, *sorted((self.__pydantic_extra__ or {}).items())))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> "ConnectionConfig":
+        """With `update`, checked as a new one is; a new kind starts from its defaults."""
+        changes = dict(update or {})
+        kept = self.model_dump() if changes.get("kind", self.kind) == self.kind else {}
+        return ConnectionConfig(**kept | changes)
+
     @property
     def type(self) -> type[Connection]:
         """The kind's class."""
@@ -180,6 +213,9 @@ def connect(config: ConnectionConfig, site: Site) -> Connection:
     """The connection that `config` asks for at `site`, at its first values; a UserError where it does not fit there."""
     config.options.require(site.sublayers, site.width)
     connection = config.type(site, config.options)
+    unset = config.type.reset_parameters is Connection.reset_parameters
+    if unset and next(connection.parameters(), None) is not None:
+        raise UserError(f"connection '{config.kind}' has parameters; give them first values in reset_parameters(self)")
     connection.reset_parameters()
     return connection
 

@@ -11,17 +11,26 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from reslab.residuals.connection import Connection, ConnectionOptions, Ends, Site, register
+from reslab.residuals.connection import Connection, ConnectionOptions, Ends, Site, register, wide
 from reslab.schema import UserError
 
-__all__ = ["AttnRes", "AttnResOptions", "DenseFormer", "DepthWeights", "StateAttention", "align_to_sources"]
+__all__ = [
+    "AttnRes",
+    "AttnResOptions",
+    "DenseFormer",
+    "DenseFormerOptions",
+    "DepthWeights",
+    "StateAttention",
+    "StateAttentionOptions",
+    "align_to_sources",
+]
 
 
 def align_to_sources(weights: Tensor, count: int, surplus: float) -> Tensor:
     """One weight for each of `count` sources, from `weights` [..., m] made for m; the same where count = m.
 
     Where layers were skipped or repeated the first weight goes with the embedding, the others with the newest
-    sources; sources beyond m get `surplus`.
+    sources (a single one with the newest); sources beyond m get `surplus`.
     """
     expected = weights.shape[-1]
     if count == expected:
@@ -31,7 +40,8 @@ def align_to_sources(weights: Tensor, count: int, surplus: float) -> Tensor:
     if count < expected:
         return torch.cat([weights[..., :1], weights[..., expected - count + 1 :]], -1)
     extra = weights.new_full((*weights.shape[:-1], count - expected), surplus)
-    return torch.cat([weights[..., :1], extra, weights[..., 1:]], -1)
+    oldest = min(1, expected - 1)
+    return torch.cat([weights[..., :oldest], extra, weights[..., oldest:]], -1)
 
 
 # --- attention over depth -------------------------------------------------------------------------
@@ -43,7 +53,7 @@ class AttnResOptions(ConnectionOptions):
     block: int = Field(default=1, ge=1)
     """Sublayers a block: sources are sums over blocks (Block form). 1 is Full."""
     window: int | None = Field(default=None, ge=1)
-    """Only the newest so many sources are read."""
+    """Only the newest so many sources are read, and kept."""
     window_embedding: bool = True
     """The embedding is read besides the window."""
     stride: int = Field(default=1, ge=1)
@@ -51,16 +61,17 @@ class AttnResOptions(ConnectionOptions):
     key_rank: int | None = Field(default=None, ge=1)
     """Low-rank keys: k_i = P norm(v_i) with one P [rank, d] for all layers; queries have that rank too."""
     value_rank: int | None = Field(default=None, ge=1)
-    """Compressed values: all but the embedding and the newest source are kept as C v_i [..., rank]."""
+    """Compressed values: all but the embedding and the newest source are kept as C v_i [..., rank], read as D C v_i."""
     heads: int = Field(default=1, ge=1)
     """G groups of the width, each with its own weights."""
     query: Literal["learnt", "input", "none"] = "learnt"
     """`learnt` w_l; `input` w_l + W_l norm(v_newest); `none` static: one learnt logit a source, no content."""
     activation: Literal["softmax", "sigmoid"] = "softmax"
+    """`softmax` over the sources; `sigmoid` of each by itself, so that weights need not sum to 1."""
     key_norm: bool = True
+    """Keys are the sources divided by their rms; else the sources."""
     query_rate: float = Field(default=1.0, gt=0)
     """Learning-rate multiplier of the queries (static: of the logits)."""
-    key_eps: float = Field(default=1e-6, ge=0)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "AttnResOptions":
@@ -68,11 +79,20 @@ class AttnResOptions(ConnectionOptions):
             raise ValueError("key_rank with query: none has no keys to shrink; remove key_rank or choose another query")
         if self.query == "none" and not self.key_norm:
             raise ValueError("key_norm: false with query: none has no keys; remove key_norm or choose another query")
-        if self.window is None and not self.window_embedding:
-            raise ValueError("window_embedding: false needs a window; give one, e.g. window: 8")
         if self.heads > 1 and self.value_rank is not None:
             raise ValueError("value_rank with heads > 1: a compressed source has no heads; remove one of them")
+        if not self.window_embedding:
+            self._require_choice()
         return self
+
+    def _require_choice(self) -> None:
+        if self.window is None:
+            raise ValueError("window_embedding: false needs a window; give one, e.g. window: 8")
+        if self.window <= self.stride:
+            raise ValueError(
+                f"window {self.window} with stride {self.stride} and without the embedding leaves the newest source "
+                f"alone, with nothing to attend to; widen the window, or use connection 'none'"
+            )
 
     def require(self, sublayers: int, width: int) -> None:
         if self.block > sublayers:
@@ -82,43 +102,53 @@ class AttnResOptions(ConnectionOptions):
                 raise UserError(f"attnres: {name} {rank} is larger than width {width}; make it smaller")
         keys = self.key_rank or width
         if width % self.heads or keys % self.heads:
-            raise UserError(
-                f"attnres: width {width} or key_rank {self.key_rank} is not divisible by heads {self.heads}; change one"
-            )
+            what = f"key_rank {keys}" if self.key_rank and width % self.heads == 0 else f"width {width}"
+            raise UserError(f"attnres: {what} is not divisible by heads {self.heads}; change one of them")
 
     def sources_before(self, index: int) -> int:
-        """How many sources there are before sublayer `index` (from 0): the embedding and the blocks begun."""
-        return 1 + -(-index // self.block)
+        """How many sources are kept before sublayer `index` (from 0): the embedding and the blocks begun."""
+        sources = 1 + -(-index // self.block)
+        return sources if self.window is None else min(sources, 1 + self.window)
+
+    def places(self, count: int) -> list[int]:
+        """Which of `count` sources are read, oldest first; 0 is the embedding."""
+        oldest = 0 if self.window is None else max(0, count - self.window)
+        places = set(range(count - 1, oldest - 1, -self.stride))
+        return sorted(places | {0} if self.window_embedding else places)
 
 
 class Sources(NamedTuple):
     """The stream of `attnres`. The newest source is a running sum until its block is full."""
 
     values: tuple[Tensor, ...]
-    """Each [..., d], or [..., value_rank] where compressed."""
+    """The embedding and what is kept after it, each [..., d], or [..., value_rank] where compressed."""
     keys: tuple[Tensor, ...]
-    """Low-rank keys, each [..., key_rank]; empty where keys are made from the values."""
+    """Of each source what scores need besides its value, so that it is computed once: 1/rms [..., G] of the value, or
+    its low-rank key [..., key_rank]; empty where they need nothing."""
     block: int
     """Number of the newest source's block; -1 is the embedding."""
     ends: "DepthEnds"
     """What all layers share: key and value projections."""
 
 
-def _key_norm(v: Tensor, eps: float) -> Tensor:
-    """v / rms(v) over the last axis, in float32 or more."""
-    v = v if v.dtype == torch.float64 else v.float()
-    return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + eps)
+KEY_EPS = 1e-6
+"""Added to the mean square in every norm of keys, so that a source of zeros has a key of zeros."""
+
+
+def _inverse_rms(x: Tensor, heads: int = 1) -> Tensor:
+    """1 / rms over each head's share of the last axis: [..., d] -> [..., G], in float32 or more."""
+    return torch.rsqrt(wide(x).unflatten(-1, (heads, -1)).square().mean(-1) + KEY_EPS)
 
 
 class DepthWeights(nn.Module):
-    """A layer's own weights over its sources: a query, or static logits. Starts at zero: equal weights."""
+    """A layer's own weights over the sources it reads: a query, or static logits. Starts at zero: equal weights."""
 
-    def __init__(self, options: AttnResOptions, width: int, sources: int) -> None:
+    def __init__(self, options: AttnResOptions, width: int, reads: int) -> None:
         super().__init__()
-        self.options, self.width = options, width
+        self.options = options
         keys = options.key_rank or width
         if options.query == "none":
-            self.logits = nn.Parameter(torch.empty(options.heads, sources))
+            self.logits = nn.Parameter(torch.empty(options.heads, reads))
         else:
             self.query = nn.Parameter(torch.empty(keys))
         if options.query == "input":
@@ -128,36 +158,38 @@ class DepthWeights(nn.Module):
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
 
-    def forward(self, keys: Sequence[Tensor], newest: Tensor, places: Sequence[int], count: int) -> list[Tensor]:
-        """a_i [..., G], one for each key [..., k] read, in float32 or more.
+    def query_for(self, newest: Tensor) -> Tensor:
+        """The query [..., k]; it looks at the newest source [..., d] where it depends on the input, else it is [k]."""
+        if self.options.query != "input":
+            return wide(self.query)
+        normed = wide(newest) * _inverse_rms(newest)
+        return wide(self.query) + wide(self.query_map(normed.to(self.query_map.weight.dtype)))
 
-        `newest` [..., d] is what an input-dependent query looks at; `places` says which of all `count` sources
-        the keys are.
-        """
-        if self.options.query == "none":
-            aligned = align_to_sources(self.logits, count, surplus=float("-inf"))
-            scores = [aligned[:, place] for place in places]
-        else:
-            query = self._query(newest)
-            scores = [(query * self._per_head(key)).sum(-1) for key in keys]
+    def static_scores(self, reads: int) -> list[Tensor]:
+        """A logit [G] for each source read."""
+        return list(wide(align_to_sources(self.logits, reads, surplus=float("-inf"))).unbind(-1))
+
+    def activate(self, scores: Sequence[Tensor]) -> list[Tensor]:
+        """a_i [..., G] of the scores [..., G] of the sources read."""
         if self.options.activation == "sigmoid":
             return [score.sigmoid() for score in scores]
-        return list(torch.stack(scores, -1).softmax(-1).unbind(-1))
+        return list(torch.stack(list(scores), -1).softmax(-1).unbind(-1))
 
-    def _query(self, newest: Tensor) -> Tensor:
-        """[..., G, k/G]; without leading axes where it does not depend on the input."""
-        query = self.query
-        if self.options.query == "input":
-            normed = _key_norm(newest, self.options.key_eps)
-            query = query + self.query_map(normed.to(self.query_map.weight.dtype))
-        return query.unflatten(-1, (self.options.heads, -1))
 
-    def _per_head(self, key: Tensor) -> Tensor:
-        """[..., G, k/G], normed per head where the key is the source itself."""
-        key = key.unflatten(-1, (self.options.heads, -1))
-        if self.options.key_norm and self.options.key_rank is None:
-            return _key_norm(key, self.options.key_eps)
-        return key
+def _dot(query: Tensor, value: Tensor, heads: int = 1) -> Tensor:
+    """Per head, in float32 or more: [..., k] and [..., k] -> [..., G]."""
+    return (query * wide(value)).unflatten(-1, (heads, -1)).sum(-1)
+
+
+def _weighted_sum(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """sum_i a_i v_i [..., d] in float32 or more, of a_i [..., G] on the G groups of v_i, without a stack of the v_i."""
+    total: Tensor | None = None
+    for weight, value in zip(weights, values, strict=True):
+        groups = wide(value).unflatten(-1, (weight.shape[-1], -1))
+        term = (weight.unsqueeze(-1) * groups).flatten(-2)
+        total = term if total is None else total + term
+    assert total is not None, "there is a newest source"
+    return total
 
 
 class DepthEnds(Ends):
@@ -183,23 +215,42 @@ class DepthEnds(Ends):
                 self.expand.weight.copy_(self.compress.weight.T)
 
     def start(self, x: Tensor) -> Sources:
-        return Sources((x,), self.keys_of(x), -1, self)
+        return Sources((x,), self.key_of(x), -1, self)
 
     def finish(self, stream: Sources) -> Tensor:
         return self.output.read(stream)
 
-    def keys_of(self, source: Tensor) -> tuple[Tensor, ...]:
-        """The low-rank key [..., key_rank] of a source [..., d]; empty without key_rank."""
-        if self.options.key_rank is None:
+    def key_of(self, value: Tensor) -> tuple[Tensor, ...]:
+        """What scores need of a whole source [..., d] besides itself; see `Sources.keys`."""
+        if self.options.key_rank is not None:
+            key = wide(value) * _inverse_rms(value) if self.options.key_norm else value
+            return (self.key_map(key.to(self.key_map.weight.dtype)),)
+        if self.options.query == "none" or not self.options.key_norm:
             return ()
-        key = _key_norm(source, self.options.key_eps) if self.options.key_norm else source
-        return (self.key_map(key.to(self.key_map.weight.dtype)),)
+        return (_inverse_rms(value, self.options.heads),)
 
-    def keep(self, source: Tensor, index: int) -> Tensor:
-        """What is kept of a source [..., d] that is no longer the newest: [..., value_rank], or all of it."""
-        if self.options.value_rank is None or index == 0:
-            return source
-        return self.compress(source.to(self.compress.weight.dtype)).to(source.dtype)
+    def settle(self, stream: Sources) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Values and keys as they are kept once the newest is no longer to change: compressed, within the window."""
+        values, keys = stream.values, stream.keys
+        if self.options.value_rank is not None and len(values) > 1:
+            newest = values[-1]
+            kept = self.compress(newest.to(self.compress.weight.dtype)).to(newest.dtype)
+            values = (*values[:-1], kept)
+            if keys and self.options.key_rank is None:
+                keys = (*keys[:-1], *self.key_of(self.expanded(kept)))
+        return self._within_window(values), self._within_window(keys)
+
+    def _within_window(self, kept: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The first, the embedding's, and so many of the others that one more fills the window."""
+        if self.options.window is None or not kept:
+            return kept
+        others = kept[1:]
+        return kept[0], *others[max(0, len(others) - self.options.window + 1) :]
+
+    def expanded(self, kept: Tensor) -> Tensor:
+        """[..., value_rank] -> [..., d]."""
+        out: Tensor = self.expand(kept.to(self.expand.weight.dtype))
+        return out
 
 
 @register("attnres")
@@ -217,7 +268,7 @@ class AttnRes(Connection):
 
     def __init__(self, site: Site, options: AttnResOptions) -> None:
         super().__init__(site, options)
-        self.weights = DepthWeights(options, site.width, options.sources_before(site.index))
+        self.weights = DepthWeights(options, site.width, len(options.places(options.sources_before(site.index))))
 
     def reset_parameters(self) -> None:
         self.weights.reset_parameters()
@@ -228,68 +279,46 @@ class AttnRes(Connection):
         return {f"weights.{name}": self.options.query_rate for name, _ in self.weights.named_parameters()}
 
     def read(self, stream: Sources) -> Tensor:
-        places = self._places(len(stream.values))
-        weights = self.depth_weights(stream)
-        return self._mix(stream, places, weights)
+        places = self.options.places(len(stream.values))
+        weights = dict(zip(places, self.depth_weights(stream), strict=True))
+        whole = [place for place in places if not self._is_compressed(stream, place)]
+        mixed = _weighted_sum([weights[i] for i in whole], [stream.values[i] for i in whole])
+        if len(whole) < len(places):
+            kept = [place for place in places if place not in whole]
+            compressed = _weighted_sum([weights[i] for i in kept], [stream.values[i] for i in kept])
+            mixed = mixed + wide(stream.ends.expanded(compressed))
+        return mixed.to(stream.values[0].dtype)
 
     def depth_weights(self, stream: Sources) -> list[Tensor]:
         """a_i [..., G] of the sources this layer reads, oldest first."""
-        count = len(stream.values)
-        places = self._places(count)
-        keys = [self._key(stream, place) for place in places] if self.options.query != "none" else []
-        return self.weights(keys, stream.values[-1], places, count)
+        places = self.options.places(len(stream.values))
+        if self.options.query == "none":
+            return self.weights.activate(self.weights.static_scores(len(places)))
+        query = self.weights.query_for(stream.values[-1])
+        return self.weights.activate([self._score(stream, place, query) for place in places])
 
     def write(self, stream: Sources, update: Tensor) -> Sources:
         block = self.site.index // self.options.block
-        *older, newest = stream.values
         if block == stream.block:
-            values, keys = (*older, newest + update), stream.keys[:-1]
+            values, keys = stream.values[:-1], stream.keys[:-1]
+            newest = stream.values[-1] + update
         else:
-            values = (*older, stream.ends.keep(newest, len(older)), update)
-            keys = stream.keys
-        return Sources(values, keys + stream.ends.keys_of(values[-1]), block, stream.ends)
+            values, keys = stream.ends.settle(stream)
+            newest = update
+        return Sources((*values, newest), keys + stream.ends.key_of(newest), block, stream.ends)
 
-    def _places(self, count: int) -> list[int]:
-        """Which of `count` sources are read, oldest first."""
-        options = self.options
-        oldest = 0 if options.window is None else max(0, count - options.window)
-        places = set(range(count - 1, oldest - 1, -options.stride))
-        return sorted(places | {0} if options.window_embedding else places)
+    def _is_compressed(self, stream: Sources, place: int) -> bool:
+        return self.options.value_rank is not None and 0 < place < len(stream.values) - 1
 
-    def _is_whole(self, place: int, count: int) -> bool:
-        return self.options.value_rank is None or place in (0, count - 1)
-
-    def _key(self, stream: Sources, place: int) -> Tensor:
-        """The key of a source; a compressed one's is made from what was kept of it."""
+    def _score(self, stream: Sources, place: int, query: Tensor) -> Tensor:
+        """w_l . k_i, [..., G]; of a compressed source with what it expands to, without expanding it."""
+        heads = self.options.heads
         if self.options.key_rank is not None:
-            return stream.keys[place]
-        value = stream.values[place]
-        return value if self._is_whole(place, len(stream.values)) else self._expand(stream, value)
-
-    def _expand(self, stream: Sources, kept: Tensor) -> Tensor:
-        """[..., value_rank] -> [..., d]."""
-        expand = stream.ends.expand
-        return expand(kept.to(expand.weight.dtype))
-
-    def _mix(self, stream: Sources, places: Sequence[int], weights: Sequence[Tensor]) -> Tensor:
-        """sum_i a_i v_i [..., d] in the sources' dtype, summed in float32 or more, without a stack of the sources."""
-        whole: Tensor | None = None
-        compressed: Tensor | None = None
-        for place, weight in zip(places, weights, strict=True):
-            term = _weighted(weight, stream.values[place])
-            if self._is_whole(place, len(stream.values)):
-                whole = term if whole is None else whole + term
-            else:
-                compressed = term if compressed is None else compressed + term
-        assert whole is not None, "the newest source is always read, and whole"
-        if compressed is not None:
-            whole = whole + self._expand(stream, compressed)
-        return whole.to(stream.values[0].dtype)
-
-
-def _weighted(weight: Tensor, value: Tensor) -> Tensor:
-    """weight [..., G] on the G groups of value [..., d], in the wider dtype of the two."""
-    return (weight.unsqueeze(-1) * value.unflatten(-1, (weight.shape[-1], -1))).flatten(-2)
+            return _dot(query, stream.keys[place], heads)
+        if self._is_compressed(stream, place):
+            query = query @ wide(stream.ends.expand.weight)  # w . D c = (D^T w) . c
+        score = _dot(query, stream.values[place], heads)
+        return score * stream.keys[place] if self.options.key_norm else score
 
 
 # --- the seed article's form ----------------------------------------------------------------------
@@ -297,22 +326,35 @@ def _weighted(weight: Tensor, value: Tensor) -> Tensor:
 
 class StateAttentionOptions(ConnectionOptions):
     key_norm: bool = True
+    """Keys are the states divided by their rms; else the states."""
     query_rate: float = Field(default=1.0, gt=0)
     """Learning-rate multiplier of the queries."""
 
 
 class States(NamedTuple):
-    """The stream of `state_attention`: h_0 (the embedding) to the newest, each [..., d]."""
+    """The stream of `state_attention`."""
 
     states: tuple[Tensor, ...]
+    """h_0 (the embedding) to the newest, each [..., d]."""
+    scales: tuple[Tensor, ...]
+    """1/rms of each state [..., 1]; 1 where keys are not normed."""
 
 
 class StateEnds(Ends):
+    def __init__(self, site: Site, options: StateAttentionOptions) -> None:
+        super().__init__(site, options)
+        self.key_norm = options.key_norm
+
     def start(self, x: Tensor) -> States:
-        return States((x,))
+        return States((x,), (state_scale(x, self.key_norm),))
 
     def finish(self, stream: States) -> Tensor:
         return stream.states[-1]
+
+
+def state_scale(state: Tensor, key_norm: bool) -> Tensor:
+    """[..., d] -> [..., 1]."""
+    return _inverse_rms(state) if key_norm else wide(state.new_ones(()))
 
 
 @register("state_attention")
@@ -341,13 +383,11 @@ class StateAttention(Connection):
         return stream.states[-1]
 
     def write(self, stream: States, update: Tensor) -> States:
-        states = stream.states
-        count = len(states)
-        weights = self.weights(states, states[-1], range(count), count)
-        mixed = _weighted(weights[0], states[0])
-        for weight, state in zip(weights[1:], states[1:], strict=True):
-            mixed = mixed + _weighted(weight, state)
-        return States((*states, (mixed + update).to(states[0].dtype)))
+        query = self.weights.query_for(stream.states[-1])
+        scores = [_dot(query, h) * scale for h, scale in zip(stream.states, stream.scales, strict=True)]
+        mixed = _weighted_sum(self.weights.activate(scores), stream.states)
+        state = (mixed + update).to(stream.states[0].dtype)
+        return States((*stream.states, state), (*stream.scales, state_scale(state, self.options.key_norm)))
 
 
 # --- static weights over block outputs ------------------------------------------------------------
@@ -412,7 +452,5 @@ class DenseFormer(Connection):
             return Averaged(x, stream.outputs)
         outputs = (*stream.outputs, x)
         weights = align_to_sources(self.weights, len(outputs), surplus=0.0)
-        average = weights[0] * outputs[0]
-        for weight, output in zip(weights[1:], outputs[1:], strict=True):
-            average = average + weight * output
+        average = _weighted_sum(wide(weights).unsqueeze(-1).unbind(0), outputs)
         return Averaged(average.to(x.dtype), outputs)

@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from reslab.residuals.connection import Connection, ConnectionOptions, Ends, Site, register
+from reslab.residuals.connection import Connection, ConnectionOptions, Ends, Site, register, wide
 
 __all__ = ["HyperConnection", "HyperOptions", "sinkhorn"]
 
@@ -48,9 +48,11 @@ class HyperEnds(Ends):
 class HyperConnection(Connection):
     """h = r H; H <- M H + b v (Zhu et al. 2024, arXiv 2409.19606, eq. 2 to 5).
 
-    With `doubly_stochastic` manifold-constrained hyper-connections (Xie et al. 2025, arXiv 2512.24880): M by
-    Sinkhorn's iteration, r by a sigmoid, b by twice a sigmoid. All start so that the model equals `add` exactly:
-    r reads mostly stream (l mod n), M is (near) the identity, b is 1. The token's part of each weight starts at 0.
+    Each weight is a learnt one plus a scale times a token's own, tanh of a linear map of the normed streams; here
+    each of r, M and b has its own scale. With `doubly_stochastic` manifold-constrained hyper-connections (Xie et al.
+    2025, arXiv 2512.24880): M by Sinkhorn's iteration, r by a sigmoid, b by twice a sigmoid, and the token's part a
+    linear map of all streams together. All start so that the model equals `add` exactly: r reads mostly stream
+    (l mod n), M is (near) the identity, b is 1, and the token's parts are 0.
     """
 
     ends = HyperEnds
@@ -64,7 +66,10 @@ class HyperConnection(Connection):
         self.mix_weight = nn.Parameter(torch.empty(n, n))
         self.write_weight = nn.Parameter(torch.empty(n))
         if options.dynamic:
-            self.token_map = nn.Linear(site.width, n + 2, bias=False)
+            width, each = (n * site.width, n) if options.doubly_stochastic else (site.width, 1)
+            self.read_map = nn.Linear(width, each, bias=False)
+            self.mix_map = nn.Linear(width, each * n, bias=False)
+            self.write_map = nn.Linear(width, each, bias=False)
             self.token_scale = nn.Parameter(torch.empty(3))
 
     def reset_parameters(self) -> None:
@@ -79,35 +84,45 @@ class HyperConnection(Connection):
                 self.mix_weight.copy_(torch.eye(n))
                 self.write_weight.fill_(1)
         if self.options.dynamic:
-            nn.init.zeros_(self.token_map.weight)
+            for token_map in (self.read_map, self.mix_map, self.write_map):
+                nn.init.zeros_(token_map.weight)
             nn.init.constant_(self.token_scale, 0.01)
 
     def read(self, stream: Tensor) -> Tensor:
-        read = self._weights(stream)[0].to(stream.dtype)
-        return (read.unsqueeze(-1) * stream).sum(-2)
+        read = wide(self.read_weight)
+        if self.options.dynamic:
+            read = read + self._token_part(0, self.read_map, self._normed(stream))
+        if self.options.doubly_stochastic:
+            read = read.sigmoid()
+        return (read.unsqueeze(-1) * stream).sum(-2).to(stream.dtype)
 
     def write(self, stream: Tensor, update: Tensor) -> Tensor:
-        _, mix, write = (weight.to(stream.dtype) for weight in self._weights(stream))
+        mix, write = self._write_weights(stream)
         mixed = (mix.unsqueeze(-1) * stream.unsqueeze(-3)).sum(-2)
-        return mixed + write.unsqueeze(-1) * update.unsqueeze(-2)
+        return (mixed + write.unsqueeze(-1) * update.unsqueeze(-2)).to(stream.dtype)
 
-    def _weights(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """r [..., n], M [..., n, n] and b [..., n]; without leading axes where they do not depend on the token."""
-        weights: tuple[Tensor, ...] = (self.read_weight, self.mix_weight, self.write_weight)
+    def _write_weights(self, stream: Tensor) -> tuple[Tensor, Tensor]:
+        """M [..., n, n] and b [..., n]; without leading axes where they do not depend on the token."""
+        mix, write, n = wide(self.mix_weight), wide(self.write_weight), self.options.streams
         if self.options.dynamic:
-            weights = tuple(own + part for own, part in zip(weights, self._token_parts(stream), strict=True))
-        read, mix, write = weights
+            normed = self._normed(stream)
+            write = write + self._token_part(2, self.write_map, normed)
+            columns = self._token_part(1, self.mix_map, normed).unflatten(-1, (n, n))
+            mix = mix + columns.transpose(-1, -2)  # what stream j's features say is column j
         if self.options.doubly_stochastic:
-            return read.sigmoid(), sinkhorn(mix), 2 * write.sigmoid()
-        return read, mix, write
+            return sinkhorn(mix), 2 * write.sigmoid()
+        return mix, write
 
-    def _token_parts(self, stream: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What each stream's token adds to r [..., n], M [..., n, n] (its column) and b [..., n]."""
-        normed = F.rms_norm(stream, stream.shape[-1:], eps=1e-6).to(self.token_map.weight.dtype)
-        parts = self.token_map(normed).tanh()  # [..., n, n + 2]
-        n = self.options.streams
-        read, write, mix = parts[..., 0], parts[..., 1], parts[..., 2 : n + 2].transpose(-1, -2)
-        return self.token_scale[0] * read, self.token_scale[1] * mix, self.token_scale[2] * write
+    def _normed(self, stream: Tensor) -> Tensor:
+        """The streams' features: each normed, [..., n, d], or together, [..., n d]."""
+        x = stream.flatten(-2) if self.options.doubly_stochastic else stream
+        return F.rms_norm(wide(x), x.shape[-1:], eps=1e-6).to(self.read_map.weight.dtype)
+
+    def _token_part(self, number: int, token_map: nn.Module, normed: Tensor) -> Tensor:
+        """What the token adds to r [..., n], M [..., n n] or b [..., n], which have the scales 0, 1 and 2."""
+        part = wide(token_map(normed))
+        part = part if self.options.doubly_stochastic else part.tanh().flatten(-2)
+        return wide(self.token_scale)[number] * part
 
 
 def _mostly(one: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ Letters: d width, L blocks, S sublayers in all.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeGuard
+from itertools import count
+from typing import Any, ClassVar, Literal, Protocol, TypeGuard
 
 import torch
 from pydantic import model_validator
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from reslab.residuals.connection import Connection, ConnectionConfig, Ends, Site, Stream, connect
-from reslab.schema import Settings, UserError
+from reslab.schema import Settings, UserError, did_you_mean
 
-__all__ = ["Block", "Placement", "Residual", "ResidualSettings", "Stack", "require_fit"]
+__all__ = ["Block", "Placement", "Residual", "ResidualSettings", "Stack", "compile_blocks", "require_fit"]
 
 Placement = Literal["pre", "post", "sandwich", "sandwich_sum", "peri", "deepnorm", "none"]
 """Where norms stand, written for the connection `add`:
@@ -40,13 +41,24 @@ class ResidualSettings(Settings):
 
     connection: ConnectionConfig = ConnectionConfig()
     placement: Placement = "pre"
+    has_attention: ClassVar[bool] = True
+    """The model has attentions, whose values a connection may join."""
     stream_dtype: StreamDtype | None = None
     """Dtype in which the stream is kept and added to; None is that of the embedding."""
 
     @model_validator(mode="after")
     def _fits(self) -> "ResidualSettings":
         require_fit(self.connection, self.placement)
+        if self.connection.type.mixes_values and not self.has_attention:
+            raise UserError(_no_attention(self.connection))
         return self
+
+
+def _no_attention(connection: ConnectionConfig) -> str:
+    return (
+        f"connection '{connection.kind}' joins attention's values, and this model has no attention with a method "
+        f"values(x) and a forward that takes values=...; use another connection, or give the attention both"
+    )
 
 
 def require_fit(connection: ConnectionConfig, placement: Placement) -> None:
@@ -79,9 +91,16 @@ def _has_values(branch: Any) -> TypeGuard[HasValues]:
     return hasattr(branch, "values")
 
 
-def _accepted(function: Callable[..., Any]) -> frozenset[str]:
-    """The names of a function's parameters."""
-    return frozenset(inspect.signature(function).parameters)
+class _Accepted:
+    """What context a function takes: what it has parameters for, or all where it has `**` ones (as wrappers have)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        parameters = inspect.signature(function).parameters
+        self.names = frozenset(parameters)
+        self.all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+    def of(self, context: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in context.items() if self.all or name in self.names}
 
 
 class Residual(nn.Module):
@@ -106,20 +125,21 @@ class Residual(nn.Module):
         self.norm_update = norm() if placement in NORM_ON_UPDATE else nn.Identity()
         self.norm_output = norm() if placement in NORM_ON_STREAM else nn.Identity()
         self.skip_scale = connection.site.sublayers**0.25 if placement == "deepnorm" else 1.0
-        self._takes = _accepted(branch.forward)
-        self._values_take = _accepted(branch.values) if _has_values(branch) else frozenset()
+        self.takes = _Accepted(branch.forward)
+        self._values_take = _Accepted(branch.values) if _has_values(branch) else None
 
     def forward(self, stream: Stream, **context: Any) -> Stream:
         """`context` goes to the branch, as far as its forward has parameters of these names."""
         h = self.connection.read(stream)
         fed = self.connection.feed(self.norm_input(h)).to(self._branch_dtype(h))
-        known = {name: value for name, value in context.items() if name in self._takes}
-        if self.connection.mixes_values and _has_values(self.branch):
-            own = self.branch.values(fed, **{name: known[name] for name in self._values_take & known.keys()})
+        known = self.takes.of(context)
+        if self.connection.mixes_values and _has_values(self.branch) and self._values_take is not None:
+            own = self.branch.values(fed, **self._values_take.of(known))
             known["values"], stream = self.connection.mix_values(stream, own)
-        update = self.norm_update(self.branch(fed, **known).to(h.dtype))
-        if update.shape != h.shape:
-            raise UserError(self._wrong_shape(h, update))
+        put_out = self.branch(fed, **known)
+        if not isinstance(put_out, Tensor) or put_out.shape != h.shape:
+            raise UserError(self._wrong_output(h, put_out))
+        update = self.norm_update(put_out.to(h.dtype))
         if self.skip_scale != 1:
             stream = stream * self.skip_scale
         return self.norm_output(self.connection.write(stream, update))
@@ -129,10 +149,11 @@ class Residual(nn.Module):
         weights = (p.dtype for p in self.branch.parameters() if p.dtype.is_floating_point)
         return next(weights, h.dtype)
 
-    def _wrong_shape(self, h: Tensor, update: Tensor) -> str:
+    def _wrong_output(self, h: Tensor, put_out: Any) -> str:
+        found = list(put_out.shape) if isinstance(put_out, Tensor) else f"a {type(put_out).__name__}"
         return (
             f"sublayer {self.connection.site.index} ({type(self.branch).__name__}) turned {list(h.shape)} into "
-            f"{list(update.shape)}; what joins the stream must have the shape that was read"
+            f"{found}; what joins the stream must be one tensor of the shape that was read"
         )
 
 
@@ -150,10 +171,28 @@ class Block(nn.Module):
         return stream
 
 
+def _require_branches(branches: Any, norm: Any) -> None:
+    """A UserError unless these are blocks of named modules, and a function that makes norms."""
+    if not branches:
+        raise UserError("branches is empty; give one mapping a block, such as {'attention': ..., 'mlp': ...}")
+    for number, block in enumerate(branches):
+        if not isinstance(block, Mapping):
+            raise UserError(f"block {number} is a {type(block).__name__}; give a mapping, such as {{'mlp': module}}")
+        for name, branch in block.items():
+            if not isinstance(branch, nn.Module):
+                raise UserError(f"block {number}: '{name}' is a {type(branch).__name__}; give an nn.Module")
+            if hasattr(nn.Module, name):
+                raise UserError(f"block {number}: '{name}' is a name of nn.Module's own; choose another")
+    if isinstance(norm, nn.Module) or not callable(norm):
+        raise UserError("norm is to make a norm each time it is called; give e.g. norm=lambda: nn.RMSNorm(64)")
+
+
 class Stack(nn.Module):
     """Blocks of sublayers on one stream: embedding [..., d] -> what the model reads off at the end, [..., d].
 
     `branches` has one mapping a block, from a sublayer's name to its f; `width` is d; `norm` makes a norm.
+    Set `checkpointing` for less memory; `compile_blocks` compiles. A connection may draw random numbers for its own
+    weights: seed and start anew after building (as `reslab.training.build` does) where weights are to be paired.
     """
 
     def __init__(
@@ -164,41 +203,33 @@ class Stack(nn.Module):
         norm: Callable[[], nn.Module],
     ) -> None:
         super().__init__()
+        _require_branches(branches, norm)
         config, placement = settings.connection, settings.placement
         sublayers = sum(len(block) for block in branches)
         self.checkpointing = False
-        """Keep only each block's input for the backward pass, and compute the rest again."""
+        """Keep only each block's input for the backward pass, and compute the rest again; not beside a cache."""
         self.stream_dtype = getattr(torch, settings.stream_dtype) if settings.stream_dtype else None
         self.norm_start = norm() if placement == "peri" else nn.Identity()
         config.options.require(sublayers, width)
         self.ends: Ends = config.type.ends(Site(sublayers, sublayers, width), config.options)
         self.blocks = nn.ModuleList()
-        index = 0
+        indices, attentions = count(), count()
         for block in branches:
             made = {}
             for name, branch in block.items():
-                site = Site(index, sublayers, width, has_values=_has_values(branch))
+                attention = next(attentions) if _has_values(branch) else None
+                site = Site(next(indices), sublayers, width, attention)
                 made[name] = Residual(branch, connect(config, site), norm, placement)
-                index += 1
             self.blocks.append(Block(**made))
+        takes = [sublayer.takes for sublayer in self.sublayers()]
+        self._takes = None if any(each.all for each in takes) else frozenset().union(*(each.names for each in takes))
         self.ends.reset_parameters()
-        if config.type.mixes_values and not any(s.connection.site.has_values for s in self.sublayers()):
-            raise UserError(f"connection '{config.kind}' joins attention's values, and this model has no attention")
+        if config.type.mixes_values and not any(_has_values(s.branch) for s in self.sublayers()):
+            raise UserError(_no_attention(config))
 
     def sublayers(self) -> list[Residual]:
         """All sublayers, in the order they run."""
         return [sublayer for block in self.blocks for sublayer in block.children() if isinstance(sublayer, Residual)]
-
-    def compile_blocks(self) -> None:
-        """`torch.compile` each block in place: one compilation for all where blocks differ in weights alone.
-
-        Blocks that read a history, or whose formula has their number, get one each; dynamo's limit is raised to it.
-        """
-        dynamo = torch._dynamo
-        dynamo.reset()  # else what was compiled before counts towards the limit, and no more would be compiled
-        dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 2 * len(self.blocks))
-        for block in self.blocks:
-            block.compile()
 
     def block_inputs(self) -> list[nn.Module]:
         """The modules whose input is what each block's first sublayer reads."""
@@ -206,12 +237,31 @@ class Stack(nn.Module):
         return [first.norm_input for first in firsts if isinstance(first, Residual)]
 
     def forward(self, x: Tensor, **context: Any) -> Tensor:
-        """x [..., d] -> [..., d], in the dtype of x; `context` goes to the sublayers that take it."""
+        """x [..., d] -> [..., d], in the dtype of x; `context` goes to the sublayers that take it.
+
+        A UserError names what none of them takes.
+        """
+        for name in context.keys() - (self._takes if self._takes is not None else context.keys()):
+            raise UserError(f"no sublayer of this stack takes '{name}'; {did_you_mean(name, self._takes or ())}")
+        checkpointing = self.checkpointing and torch.is_grad_enabled() and context.get("cache") is None
         start = self.norm_start(x)
         stream = self.ends.start(start if self.stream_dtype is None else start.to(self.stream_dtype))
         for block in self.blocks:
-            if self.checkpointing and torch.is_grad_enabled():
+            if checkpointing:
                 stream = checkpoint(block, stream, use_reentrant=False, **context)
             else:
                 stream = block(stream, **context)
         return self.ends.finish(stream).to(x.dtype)
+
+
+def compile_blocks(model: nn.Module) -> None:
+    """`torch.compile` each block of the model's stacks in place: one compilation where they differ in weights alone.
+
+    Blocks that read a history, or whose formula has their number, get one each; dynamo's limit is raised to it.
+    """
+    blocks = [block for stack in model.modules() if isinstance(stack, Stack) for block in stack.blocks]
+    dynamo = torch._dynamo
+    dynamo.reset()  # else what was compiled before counts towards the limit, and no more would be compiled
+    dynamo.config.recompile_limit = max(dynamo.config.recompile_limit, 3 * len(blocks))  # with and without gradients
+    for block in blocks:
+        block.compile()

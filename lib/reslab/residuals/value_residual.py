@@ -29,7 +29,7 @@ class ValueEnds(Ends):
 
 @register("value_residual")
 class ValueResidual(Connection):
-    """x <- x + v, and in attention V_l <- a_1 V_l + a_2 V_1 with learnt scalars that start at 1/2.
+    """x <- x + v, and in all attentions but the first V_n <- a_1 V_n + a_2 V_1 with learnt scalars from 1/2.
 
     ResFormer with learnable weights (Zhou et al. 2024, arXiv 2410.17897, section 3). Needs a model with attention.
     """
@@ -40,11 +40,11 @@ class ValueResidual(Connection):
 
     def __init__(self, site: Site, options: ConnectionOptions) -> None:
         super().__init__(site, options)
-        if site.has_values:
+        if site.attention:
             self.value_weights = nn.Parameter(torch.empty(2))
 
     def reset_parameters(self) -> None:
-        if self.site.has_values:
+        if self.site.attention:
             nn.init.constant_(self.value_weights, 0.5)
 
     def read(self, stream: ValueStream) -> Tensor:
@@ -55,6 +55,8 @@ class ValueResidual(Connection):
 
     def mix_values(self, stream: ValueStream, values: Tensor) -> tuple[Tensor, ValueStream]:
         """The values [..., d] that attention uses, and the stream that remembers the first ones."""
-        first = values if stream.first_values is None else stream.first_values
+        if stream.first_values is None or not self.site.attention:
+            return values, ValueStream(stream.x, values)
+        first = stream.first_values
         own, early = self.value_weights.unbind()
         return (own * values + early * first).to(values.dtype), ValueStream(stream.x, first)

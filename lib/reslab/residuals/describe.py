@@ -1,0 +1,32 @@
+"""Every kind of connection and its options, in words: from the docstrings, for the documentation."""
+
+import inspect
+import re
+
+from pydantic_core import PydanticUndefined
+
+from reslab.residuals.connection import CONNECTIONS
+
+__all__ = ["describe"]
+
+
+def describe() -> str:
+    """All registered kinds of this package as Markdown: what each does, its source, its options with defaults."""
+    own = {name: kind for name, kind in CONNECTIONS.items() if kind.__module__.startswith("reslab.")}
+    return "\n".join(_section(name) for name in own)
+
+
+def _section(name: str) -> str:
+    kind = CONNECTIONS[name]
+    text = inspect.cleandoc(kind.__doc__ or "")
+    lines = [f"## `{name}`", "", *text.splitlines(), ""]
+    for option, field in kind.Options.model_fields.items():
+        default = "required" if field.default is PydanticUndefined else f"default `{field.default}`"
+        meaning = re.sub(r"\s+", " ", field.description or "").strip()
+        lines.append(f"- **`{option}`** ({_type(field.annotation)}, {default}): {meaning}")
+    return "\n".join([*lines, ""]) if kind.Options.model_fields else "\n".join(lines)
+
+
+def _type(annotation: object) -> str:
+    text = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
+    return str(text).replace("typing.Literal", "one of ").replace("[", "").replace("]", "").replace("|", "or")
