@@ -10,6 +10,7 @@ import torch
 
 from reslab import paths
 from reslab.residuals import CONNECTIONS, Connection, ConnectionConfig
+from reslab.residuals.describe import describe
 from reslab.schema import UserError
 from variants import decoder, tokens
 
@@ -45,7 +46,7 @@ def test_every_block_of_the_page_runs_and_prints_what_it_says(page: dict[str, An
     assert len(said(PAGE)) == 2
 
 
-def test_the_readmes_code_runs_and_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readmes_code_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     space: dict[str, Any] = {"__name__": "readme"}
     torch.manual_seed(0)
     for block in code(README):
@@ -53,6 +54,20 @@ def test_the_readmes_code_runs_and_prints_what_it_says(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out.splitlines()
     assert len(said(README)) == 2
     assert set(said(README)) <= set(printed)
+
+
+def test_each_block_of_the_readme_runs_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    for block in code(README):
+        exec(compile(block, "README.md", "exec"), {"__name__": "readme"})
+    assert "trained" in capsys.readouterr().out
+
+
+def test_the_page_of_connections_is_what_their_docstrings_say() -> None:
+    """Where it is not: `python -m reslab.residuals.describe > docs/connections.md`."""
+    known = dict(CONNECTIONS)
+    assert (paths.ROOT / "docs" / "connections.md").read_text() == describe()
+    options = [field for kind in known.values() for field in kind.Options.model_fields.values()]
+    assert all(field.description for field in options)
 
 
 def test_the_readme_lists_every_kind_and_option() -> None:

@@ -41,7 +41,9 @@ from transformers import (
 )
 
 from reslab.health import COLUMNS, HealthRule, ResidualHealth
+from reslab.lens import logit_lens
 from reslab.models.decoder import DecoderConfig
+from reslab.probes import stream_places, stream_profile
 from reslab.residuals import ConnectionConfig, Residual
 from reslab.schema import UserError
 from reslab.training import build
@@ -1081,3 +1083,84 @@ def test_overhead_of_the_default_cadence_is_below_a_tenth() -> None:
         steps(0), steps(1)
         assert any(ratio() < 1.10 for _ in range(5)), "the probe costs too much"
     assert list(health.table()["step"].unique()[:3]) == [0, 20, 40], "a multiple of the cadence was timed"
+
+
+# --- compiled models, other models beside known ones, wrong use -----------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_blocks_that_are_compiled_are_measured_uncompiled() -> None:
+    """What was compiled before a hook was set does not call it; between recorded passes it runs compiled."""
+    model, graphs = decoder(), []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    for block in model.get_submodule("stack.blocks").children():
+        block.compile(backend=backend)
+    plain = model(ids())
+    assert len(graphs) == 1
+    with ResidualHealth(model, every=2) as one, ResidualHealth(model) as other:
+        assert torch.equal(model(ids()), plain)
+        model(ids())
+    assert len(one.table()) == len(other.table()) == 6
+    torch._dynamo.reset()
+    model(ids())
+    assert len(graphs) == 2, "compiled again, now that nobody looks"
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_profile_and_lens_see_a_compiled_model_too() -> None:
+    model = decoder()
+    for block in model.get_submodule("stack.blocks").children():
+        block.compile(backend="eager")
+    places = stream_places(model)
+    model(ids())
+    assert len(stream_profile(model, ids(), ids())["token_cosine"]) == len(places) == 4
+    logits = logit_lens(model, places[:-1], places[-1], model.get_submodule("head"), ids())
+    assert len(logits) == 4
+    torch._dynamo.reset()
+
+
+def test_model_compiled_as_a_whole_is_refused() -> None:
+    model = decoder()
+    model.compile(backend="eager")
+    with pytest.raises(UserError, match="compiled as a whole, in place"):
+        ResidualHealth(model)
+
+
+def test_blocks_that_are_not_measured_are_told() -> None:
+    model = nn.Transformer(8, 2, 2, 3, 16, batch_first=True)
+    with ResidualHealth(model) as health:
+        model(stream(), stream())
+    told = "not measured, for the block is not known: decoder.layers (3 x TransformerDecoderLayer)"
+    assert health.summary().startswith("4 branches at step 0")
+    assert told in health.summary()
+    with ResidualHealth(decoder()) as known:
+        known._model(ids())
+    assert "not measured" not in known.summary()
+
+
+def test_plot_shows_layers_that_are_not_finite() -> None:
+    model = chain()
+    with torch.no_grad():
+        model.get_submodule("layers.2.linear").get_parameter("weight").fill_(math.nan)
+    with ResidualHealth(model, branches="layers.*") as health:
+        model(stream())
+    ax = health.plot()
+    crosses = next(line for line in ax.get_lines() if line.get_label() == "overflow or not finite")
+    assert np.asarray(crosses.get_xdata()).tolist() == [2]
+    assert ax.get_xlim() == (-0.5, 2.5)
+
+
+def test_wrong_use_is_refused() -> None:
+    with pytest.raises(UserError, match=r"rule is a dict; give a HealthRule"):
+        ResidualHealth(chain(), branches="layers.*", rule={"dead_below": 0.1})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="model is a function"):
+        ResidualHealth(lambda x: x)  # type: ignore[arg-type]
+    health = ResidualHealth(chain(), branches="layers.*")
+    health.remove()
+    with pytest.raises(UserError, match="this probe was removed"):
+        health.__enter__()

@@ -510,13 +510,44 @@ def test_a_cell_that_runs_again_replaces_its_kind(register: Register) -> None:
     assert registry.CONNECTIONS["own"] is second
 
 
-def test_option_named_kind_is_refused(register: Register) -> None:
-    class Named(Connection):
-        class Options(ConnectionOptions):
-            kind: str = "x"
+def written(stream: Tensor, update: Tensor) -> Tensor:
+    return stream + update
 
-    with pytest.raises(UserError, match="an option cannot be named 'kind'"):
-        register("named")(Named)
+
+class HasKind(ConnectionOptions):
+    kind: str = "x"
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (type("Named", (Add,), {"Options": HasKind}), "an option cannot be named 'kind'"),
+        (type("Plain", (Add,), {"Options": object}), "derive its Options from ConnectionOptions"),
+        (type("Empty", (Connection,), {}), "has no write"),
+        (nn.Linear, "derive a class from Connection"),
+        (written, "derive a class from Connection"),
+    ],
+)
+def test_what_cannot_be_a_connection_is_refused_when_registered(register: Register, kind: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        register("own")(kind)
+    assert "own" not in registry.CONNECTIONS
+
+
+def test_register_without_a_name_is_refused(register: Register) -> None:
+    with pytest.raises(UserError, match=r'write @register\("name"\)'):
+        register(Add)  # type: ignore[arg-type]
+
+
+def test_parameters_without_a_start_are_refused(register: Register) -> None:
+    class Startless(Add):
+        def __init__(self, site: Site, options: ConnectionOptions) -> None:
+            super().__init__(site, options)
+            self.gain = nn.Parameter(torch.empty(()))
+
+    register("startless")(Startless)
+    with pytest.raises(UserError, match="'startless' has parameters; give them first values in reset_parameters"):
+        connect(ConnectionConfig("startless"), site())
 
 
 def test_copies_of_a_config_are_checked() -> None:
@@ -640,6 +671,50 @@ def test_sublayer_sees_what_the_connection_reads() -> None:
     stream, _ = pair()
     sublayer = residual("none", Doubled(site(), ConnectionOptions()))
     torch.testing.assert_close(sublayer(stream), stream - sublayer.branch(2 * stream))
+
+
+@pytest.mark.parametrize(
+    ("branches", "norm", "message"),
+    [
+        ([], nn.Identity, "branches is empty"),
+        ([nn.Linear(8, 8)], nn.Identity, "block 0 is a Linear; give a mapping"),
+        ([{"f": lambda x: x}], nn.Identity, "block 0: 'f' is a function; give an nn.Module"),
+        ([{"forward": nn.Linear(8, 8)}], nn.Identity, "'forward' is a name of nn.Module's own"),
+        ([{"f": nn.Linear(8, 8)}], nn.LayerNorm(8), "norm is to make a norm each time it is called"),
+    ],
+)
+def test_wrong_branches_are_refused(branches: Any, norm: Any, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Stack(branches, 8, ResidualSettings(), norm)
+
+
+def test_wrapped_branches_get_all_the_context() -> None:
+    """As `torch.compile` and adapters wrap them: with a forward that takes anything."""
+
+    class Masked(nn.Module):
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return x * mask
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Masked()
+
+        def forward(self, *inputs: Any, **named: Any) -> Tensor:
+            out: Tensor = self.inner(*inputs, **named)
+            return out
+
+    stack = Stack([{"f": Wrapped()}], 8, ResidualSettings(connection=VARIANTS["none"], placement="none"), nn.Identity)
+    assert torch.equal(stack(torch.ones(2, 8), mask=torch.zeros(8)), torch.zeros(2, 8))
+
+
+def test_branch_that_puts_out_no_tensor_is_named() -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, None]:
+            return x, None
+
+    with pytest.raises(UserError, match=r"sublayer 0 \(Pair\) turned \[2, 5, 8\] into a tuple; .* one tensor"):
+        Stack([{"f": Pair()}], 8, ResidualSettings(), nn.Identity)(pair()[0])
 
 
 def test_branch_that_changes_the_shape_is_named() -> None:

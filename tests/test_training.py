@@ -417,12 +417,26 @@ def test_recurrent_models_learn_text(tiny: RunConfig, mixer: str) -> None:
         (data.MaskedDigitsConfig(), RUNS["classes"][1], "masked_digits trains image_encoder with head: reconstruction"),
         (data.MaskedDigitsConfig(patch=4), RUNS["masked pixels"][1], "give the model the same patch"),
         (data.NoisyDigitsConfig(), RUNS["noise by a U-Net"][1], "a unet takes no labels; set labels: false"),
+        (DigitsConfig(), ImageEncoderConfig(**IMAGES, classes=5), "task digits needs a model with classes: 10, not 5"),
+        (
+            DigitsConfig(),
+            ImageEncoderConfig(**IMAGES, classes=10, image_size=16),
+            "task digits needs a model with image_size: 8, not 16",
+        ),
         (DigitsConfig(), RUNS["noise"][1], "digits trains resnet or image_encoder with head: class, not diffusion"),
     ],
 )
 def test_model_that_does_not_suit_its_task_is_refused(tiny: RunConfig, task: Any, model: Any, message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         RunConfig.model_validate(tiny.model_dump() | {"task": task.model_dump(), "model": model.model_dump()})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"), [({"vocabulary": 50}, "vocabulary: 256, not 50"), ({"context": 3}, "context: ")]
+)
+def test_model_of_another_size_than_the_text_is_refused(tiny: RunConfig, changed: dict[str, int], message: str) -> None:
+    with pytest.raises(ValidationError, match=f"task text needs a model with {message}"):
+        RunConfig.model_validate(tiny.model_dump() | {"model": tiny.model.model_dump() | changed})
 
 
 def test_values_that_are_not_asked_for_do_not_count() -> None:

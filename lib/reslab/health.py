@@ -213,6 +213,23 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Eager:
+    """While any is not ended, compiled blocks run uncompiled: what was compiled calls no hook that was set after it."""
+
+    count = 0
+    stance: Any = None
+
+    def __init__(self) -> None:
+        if not _Eager.count:
+            _Eager.stance = torch.compiler.set_stance("force_eager")
+        _Eager.count += 1
+
+    def end(self) -> None:
+        _Eager.count -= 1
+        if not _Eager.count:
+            _Eager.stance.__exit__(None, None, None)
+
+
 def _note_gradient(row: _Row, gradient: Tensor) -> None:
     row.gradient_norm = _Tokens(gradient.detach().reshape(1, -1)).norm
 
@@ -290,7 +307,7 @@ class ResidualHealth:
         self._passes = 0
         self._pass: _Pass | None = None
         self._inner: list[RemovableHandle] = []
-        self._eager: Any = None
+        self._eager: _Eager | None = None
         self._restore_fast_path = False
         # The order matters: `_finish` is not called when the forward pass fails, `_end` always is.
         self._outer = [
@@ -330,7 +347,7 @@ class ResidualHealth:
         if self._hides_stream and torch.backends.mha.get_fastpath_enabled():
             torch.backends.mha.set_fastpath_enabled(False)
             self._restore_fast_path = True
-        self._eager = torch.compiler.set_stance("force_eager")  # compiled blocks call no hook set after them
+        self._eager = _Eager()
         for branch in self._branches:
             self._watch(branch)
             if branch.stream is model:  # hooks that are added now come too late for this pass
@@ -365,7 +382,7 @@ class ResidualHealth:
             handle.remove()
         self._inner = []
         if self._eager is not None:
-            self._eager.__exit__(None, None, None)
+            self._eager.end()
             self._eager = None
         if self._restore_fast_path:
             torch.backends.mha.set_fastpath_enabled(True)
@@ -493,8 +510,8 @@ class ResidualHealth:
         """Ratio by layer on a log axis, a line a recorded step and sort of branch, dark to light over the steps.
 
         The rule's thresholds are dashed; sorts (attention, mlp, ...) differ by their markers.
-        Ratios under a tenth of `dead_below` are drawn there; those that are not finite are gaps. Layers that at any step
-        had overflow or values that are not finite are crossed.
+        Ratios under a tenth of `dead_below` are drawn there; those that are not finite are gaps. Layers that had
+        overflow or values that are not finite, at any step, are crossed.
         """
         from reslab import plotting
 

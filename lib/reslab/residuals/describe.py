@@ -9,11 +9,17 @@ from reslab.residuals.connection import CONNECTIONS
 
 __all__ = ["describe"]
 
+HEAD = """# Every kind of residual connection
+
+x is the stream, v the update, l the number of the sublayer from 1, d the width. Use `ConnectionConfig("kind",
+option=value)`, or the same as a mapping in params.yaml. Made from the docstrings.
+"""
+
 
 def describe() -> str:
     """All registered kinds of this package as Markdown: what each does, its source, its options with defaults."""
-    own = {name: kind for name, kind in CONNECTIONS.items() if kind.__module__.startswith("reslab.")}
-    return "\n".join(_section(name) for name in own)
+    own = sorted(name for name, kind in CONNECTIONS.items() if kind.__module__.startswith("reslab."))
+    return "\n".join([HEAD, *(_section(name) for name in own)])
 
 
 def _section(name: str) -> str:
@@ -30,3 +36,7 @@ def _section(name: str) -> str:
 def _type(annotation: object) -> str:
     text = getattr(annotation, "__name__", None) if isinstance(annotation, type) else str(annotation)
     return str(text).replace("typing.Literal", "one of ").replace("[", "").replace("]", "").replace("|", "or")
+
+
+if __name__ == "__main__":
+    print(describe(), end="")  # noqa: T201

@@ -40,11 +40,13 @@ class ValueResidual(Connection):
 
     def __init__(self, site: Site, options: ConnectionOptions) -> None:
         super().__init__(site, options)
-        if site.attention:
+        self.joins = bool(site.attention)
+        """An attention other than the first."""
+        if self.joins:
             self.value_weights = nn.Parameter(torch.empty(2))
 
     def reset_parameters(self) -> None:
-        if self.site.attention:
+        if self.joins:
             nn.init.constant_(self.value_weights, 0.5)
 
     def read(self, stream: ValueStream) -> Tensor:
@@ -55,7 +57,7 @@ class ValueResidual(Connection):
 
     def mix_values(self, stream: ValueStream, values: Tensor) -> tuple[Tensor, ValueStream]:
         """The values [..., d] that attention uses, and the stream that remembers the first ones."""
-        if stream.first_values is None or not self.site.attention:
+        if stream.first_values is None or not self.joins:
             return values, ValueStream(stream.x, values)
         first = stream.first_values
         own, early = self.value_weights.unbind()
