@@ -282,5 +282,5 @@ def test_wrong_use_is_refused() -> None:
         network()(tokens(), KeyValueCache())
     with pytest.raises(UserError, match="8 tokens are more than the decoder's context of 7"):
         network()(tokens(length=8))
-    with pytest.raises(UserError, match="this model has no attention"):
+    with pytest.raises(ValidationError, match="this model has no attention"):
         network(connection=ConnectionConfig("value_residual"))
