@@ -1,0 +1,130 @@
+"""Depth attention as one operation of PyTorch: picks what runs it, and is differentiable, traceable and compilable.
+
+Letters as in `naive`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from reslab.kernels.depth_attention import naive
+from reslab.schema import UserError
+
+__all__ = ["depth_attention", "implementation"]
+
+
+def implementation(source: Tensor) -> str:
+    """What runs depth attention of sources like this one: `numba` on the CPU, else `naive`."""
+    return "numba" if source.device.type == "cpu" and source.dtype != torch.float64 else "naive"
+
+
+def depth_attention(query: Tensor, sources: Sequence[Tensor], eps: float = 1e-6, gain: Tensor | None = None) -> Tensor:
+    """h [..., d] of a query [d] and n sources [..., d]; see `naive.depth_attention` for the formula.
+
+    `gain` [d] is that of the keys' norm. Sources have one shape, dtype and device, any strides. Sums are taken in
+    float32 (float64 where the sources are); gradients are the same for any number of threads. A UserError says
+    what does not fit.
+    """
+    _require(query, sources)
+    weighted = query if gain is None else query * gain
+    shape = sources[0].shape
+    if implementation(sources[0]) == "naive":
+        return naive.depth_attention(weighted, sources, eps)[0]
+    rows = [source.reshape(-1, shape[-1]) for source in sources]
+    out: Tensor = _forward(weighted.float(), rows, eps)[0]
+    return out.view(shape)
+
+
+def _require(query: Tensor, sources: Sequence[Tensor]) -> None:
+    if not sources:
+        raise UserError("depth_attention: there is no source; give at least one")
+    first = sources[0]
+    for number, source in enumerate(sources):
+        if (source.shape, source.dtype, source.device) != (first.shape, first.dtype, first.device):
+            raise UserError(
+                f"depth_attention: source {number} is {list(source.shape)} {source.dtype} on {source.device}, source 0 "
+                f"{list(first.shape)} {first.dtype} on {first.device}; give sources of one kind"
+            )
+    if not first.is_floating_point():
+        raise UserError(f"depth_attention: sources are {first.dtype}; give floating-point ones")
+    if query.shape != first.shape[-1:]:
+        raise UserError(f"depth_attention: query is {list(query.shape)}, sources have width {first.shape[-1]}")
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Contiguous float32; the same tensor where it is that already."""
+    return x.detach().float().contiguous()
+
+
+@torch.library.custom_op("reslab::depth_attention", mutates_args=())
+def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h [T, d] in the sources' dtype, and for the backward pass a, 1/rms and s [T, n] in float32."""
+    from reslab.kernels.depth_attention import cpu  # it takes a second to import
+
+    out, *saved = cpu.forward(_wide(query), [_wide(source) for source in sources], eps)
+    return out.to(sources[0].dtype), saved[0], saved[1], saved[2]
+
+
+@_forward.register_fake
+def _(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
+    weights, scale, scores = (query.new_empty(out.shape[0], len(sources)) for _ in range(3))
+    return out, weights, scale, scores
+
+
+@torch.library.custom_op("reslab::depth_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor, query: Tensor, sources: list[Tensor], saved: list[Tensor], eps: float
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients of the query [d] and of each source [T, d], in their dtypes."""
+    from reslab.kernels.depth_attention import cpu
+
+    wide = [_wide(source) for source in sources]
+    by_query, by_source = cpu.backward(_wide(grad), _wide(query), wide, *saved)
+    return by_query.to(query.dtype), [gradient.to(sources[0].dtype) for gradient in by_source]
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, sources: list[Tensor], saved: list[Tensor], eps: float
+) -> tuple[Tensor, list[Tensor]]:
+    contiguous = torch.contiguous_format
+    return torch.empty_like(query), [torch.empty_like(source, memory_format=contiguous) for source in sources]
+
+
+def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    query, sources, eps = inputs
+    ctx.eps, ctx.count = eps, len(sources)  # type: ignore[attr-defined]
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(query, *sources, *output[1:])
+
+
+def _pull(ctx: torch.autograd.function.FunctionCtx, grad: Tensor, *unused: Tensor) -> tuple:
+    query, *rest = ctx.saved_tensors  # type: ignore[attr-defined]
+    sources, saved = rest[: ctx.count], rest[ctx.count :]  # type: ignore[attr-defined]
+    by_query, by_sources = _backward(grad, query, sources, saved, ctx.eps)  # type: ignore[attr-defined]
+    return by_query, by_sources, None
+
+
+_forward.register_autograd(_pull, setup_context=_save)
+
+
+def _save_for_second(ctx: torch.autograd.function.FunctionCtx, inputs: tuple, output: tuple) -> None:
+    grad, query, sources, _, eps = inputs
+    ctx.eps = eps  # type: ignore[attr-defined]
+    ctx.save_for_backward(grad, query, *sources)
+
+
+def _pull_second(ctx: torch.autograd.function.FunctionCtx, by_query: Tensor, by_sources: list[Tensor]) -> tuple:
+    """Second derivatives by those of the definition: they are rare."""
+    saved = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]  # type: ignore[attr-defined]
+    with torch.enable_grad():
+        grad, query, *sources = saved
+        out, _ = naive.depth_attention(query, sources, ctx.eps)  # type: ignore[attr-defined]
+        first = torch.autograd.grad(out, [query, *sources], grad, create_graph=True)
+        seconds = torch.autograd.grad(first, saved, [by_query, *by_sources], allow_unused=True)
+    return seconds[0], seconds[1], list(seconds[2:]), [None, None, None], None
+
+
+_backward.register_autograd(_pull_second, setup_context=_save_for_second)

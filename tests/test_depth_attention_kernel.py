@@ -1,0 +1,293 @@
+"""The depth-attention operation against its definition in float64, and what PyTorch asks of an operation."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from reslab.kernels.depth_attention import cpu, depth_attention, implementation, naive
+from reslab.kernels.depth_attention.op import _backward, _forward
+from reslab.schema import UserError
+
+EPS = 1e-6
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def made(count: int, tokens: int, width: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> list[Tensor]:
+    """A query [d] whose scores have about `scale`, and sources [T, d] that are leaves."""
+    query = scale * width**-0.5 * random(width, seed=99)
+    sources = [random(tokens, width, seed=i).to(dtype) for i in range(count)]
+    return [query.requires_grad_(), *(source.requires_grad_() for source in sources)]
+
+
+def with_gradients(run: Any, leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    """What `run` makes of query and sources, and its gradients, in float64."""
+    out = run(leaves[0], leaves[1:])
+    return [part.detach().double() for part in (out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)))]
+
+
+def of_definition(leaves: list[Tensor], dtype: torch.dtype, grad: Tensor) -> list[Tensor]:
+    copies = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves]
+    return with_gradients(lambda query, sources: naive.depth_attention(query, sources, EPS)[0], copies, grad)
+
+
+def assert_at_the_rounding_floor(leaves: list[Tensor]) -> None:
+    """No part is farther from float64 than twice what rounding costs the definition in the sources' dtype."""
+    grad = random(*leaves[1].shape, seed=7).to(leaves[1].dtype)
+    exact = of_definition(leaves, torch.float64, grad)
+    sources = [leaves[0], *leaves[1:]]
+    rounded = with_gradients(lambda query, rest: naive.depth_attention(query, rest, EPS)[0], sources, grad)
+    found = with_gradients(lambda query, rest: depth_attention(query, rest, EPS), leaves, grad)
+    step = torch.finfo(leaves[1].dtype).eps
+    for name, e, r, f in zip(("h", "dw", "dv"), *map(_in_three, (exact, rounded, found)), strict=True):
+        floor = max(float((r - e).norm()), step * float(e.norm()), 1e-30)
+        assert float((f - e).norm()) <= 2 * floor, name
+
+
+def _in_three(parts: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """h, dw, and dv of all sources together."""
+    return parts[0], parts[1], torch.stack(parts[2:])
+
+
+# --- values and gradients -------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    count=st.integers(1, 12),
+    tokens=st.integers(1, 70),
+    width=st.integers(1, 70),
+    dtype=st.sampled_from(DTYPES),
+    scale=st.sampled_from([0.0, 1.0, 30.0]),
+)
+def test_random_shapes(count: int, tokens: int, width: int, dtype: torch.dtype, scale: float) -> None:
+    assert_at_the_rounding_floor(made(count, tokens, width, dtype, scale))
+
+
+@pytest.mark.parametrize(
+    ("count", "width"), [(1, 7186), (2, 1000), (29, 80), (129, 3), (129, 64), (5, 1), (1, 1), (29, 1000)]
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_awkward_shapes(count: int, width: int, dtype: torch.dtype) -> None:
+    assert_at_the_rounding_floor(made(count, 5, width, dtype))
+
+
+def test_scores_of_ten_thousand() -> None:
+    leaves = made(6, 9, 16, scale=1e4)
+    assert_at_the_rounding_floor(leaves)
+    assert depth_attention(leaves[0], leaves[1:]).isfinite().all()
+
+
+def test_rows_of_zeros_and_rows_of_huge_values() -> None:
+    leaves = made(4, 6, 16)
+    with torch.no_grad():
+        leaves[1][2] = 0
+        leaves[2].zero_()
+        leaves[3][4] *= 1e15
+    assert_at_the_rounding_floor(leaves)
+
+
+def test_one_source_is_passed_through() -> None:
+    leaves = made(1, 6, 16)
+    out = depth_attention(leaves[0], leaves[1:])
+    torch.testing.assert_close(out, leaves[1], rtol=1e-6, atol=0)
+    by_query, by_source = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert torch.count_nonzero(by_query) == 0
+    torch.testing.assert_close(by_source, torch.ones_like(by_source))
+
+
+def test_equal_scores_are_the_mean() -> None:
+    leaves = made(5, 6, 16, scale=0.0)
+    torch.testing.assert_close(depth_attention(leaves[0], leaves[1:]), torch.stack(leaves[1:]).mean(0))
+
+
+def test_gain_is_that_of_the_keys() -> None:
+    leaves, gain = made(3, 6, 16), random(16, seed=3).requires_grad_()
+    direct = naive.depth_attention(leaves[0] * gain, leaves[1:], EPS)[0]
+    found = depth_attention(leaves[0], leaves[1:], EPS, gain)
+    for a, b in zip(*(torch.autograd.grad(out.sum(), [*leaves, gain]) for out in (found, direct)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_any_strides_and_leading_shapes() -> None:
+    query = random(8)
+    sources = [random(8, 3, 5, seed=i).permute(1, 2, 0) for i in range(3)]  # [3, 5, 8], not contiguous
+    found = depth_attention(query, sources)
+    assert found.shape == (3, 5, 8)
+    torch.testing.assert_close(found, naive.depth_attention(query, sources, EPS)[0])
+    same = [random(4, 8).expand(2, 4, 8), random(2, 4, 16)[..., ::2]]
+    torch.testing.assert_close(depth_attention(query, same), naive.depth_attention(query, same, EPS)[0])
+
+
+def test_no_tokens() -> None:
+    leaves = made(3, 0, 8)
+    out = depth_attention(leaves[0], leaves[1:])
+    assert out.shape == (0, 8)
+    by_query, *_ = torch.autograd.grad(out.sum(), leaves)
+    assert torch.count_nonzero(by_query) == 0
+
+
+@pytest.fixture
+def _poisoned_memory() -> Iterator[None]:
+    """Fresh memory is filled with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_poisoned_memory")
+def test_all_of_the_output_is_written() -> None:
+    leaves = made(3, 70, 16)
+    out = depth_attention(leaves[0], leaves[1:])
+    assert out.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_same_bits_again_and_on_any_number_of_threads() -> None:
+    leaves, grad = made(7, 333, 80), random(333, 80, seed=7)
+
+    def bits(threads: int) -> list[Tensor]:
+        torch.set_num_threads(threads)
+        return with_gradients(lambda query, sources: depth_attention(query, sources), leaves, grad)
+
+    first = bits(1)
+    for threads in (1, 2, 4):
+        assert all(torch.equal(a, b) for a, b in zip(first, bits(threads), strict=True))
+
+
+# --- what PyTorch asks of an operation ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck(dtype: torch.dtype) -> None:
+    leaves = made(3, 5, 8, dtype)
+    torch.library.opcheck(_forward, (leaves[0], leaves[1:], EPS))
+    _, *saved = _forward(leaves[0], leaves[1:], EPS)
+    detached = [leaf.detach() for leaf in leaves]
+    grad = random(5, 8).to(dtype)
+    torch.library.opcheck(_backward, (grad, detached[0], detached[1:], [part.detach() for part in saved], EPS))
+
+
+def test_the_fused_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def counted(name: str) -> Any:
+        plain = getattr(cpu, name)
+
+        def run(*arguments: Any) -> Any:
+            calls.append(name)
+            return plain(*arguments)
+
+        return run
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(cpu, name, counted(name))
+    leaves = made(3, 5, 8)
+    depth_attention(leaves[0], leaves[1:]).sum().backward()
+    assert calls == ["forward", "backward"]
+    assert implementation(leaves[1]) == "numba"
+    assert implementation(leaves[1].double()) == "naive"
+
+
+def test_double_precision_has_exact_derivatives() -> None:
+    leaves = [leaf.detach().double().requires_grad_() for leaf in made(3, 2, 4)]
+    assert torch.autograd.gradcheck(lambda query, *sources: depth_attention(query, sources), leaves)
+    assert torch.autograd.gradgradcheck(lambda query, *sources: depth_attention(query, sources), leaves)
+
+
+def test_second_derivatives_are_those_of_the_definition() -> None:
+    leaves = made(3, 5, 8)
+
+    def second(run: Any) -> list[Tensor]:
+        first = torch.autograd.grad(run(leaves[0], leaves[1:]).square().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(torch.stack([part.square().sum() for part in first]).sum(), leaves))
+
+    direct = second(lambda query, sources: naive.depth_attention(query, sources, EPS)[0])
+    for a, b in zip(second(depth_attention), direct, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_compiles_without_a_break_and_once_for_all_token_counts() -> None:
+    compilations = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compilations.append(graph)
+        return graph.forward
+
+    def layer(query: Tensor, sources: list[Tensor]) -> Tensor:
+        return 2 * depth_attention(query, sources).relu()
+
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for tokens in (5, 6, 7, 64, 65):
+        leaves = [leaf.detach() for leaf in made(3, tokens, 8)]
+        plain, fused = layer(leaves[0], leaves[1:]), compiled(leaves[0], leaves[1:])
+        assert torch.equal(plain, fused)
+    assert len(compilations) <= 2  # the first size, then any
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_gradients_of_compiled_code() -> None:
+    leaves = made(3, 5, 8)
+    compiled = torch.compile(
+        lambda query, sources: depth_attention(query, sources), backend="aot_eager", fullgraph=True
+    )
+    plain = torch.autograd.grad(depth_attention(leaves[0], leaves[1:]).square().sum(), leaves)
+    traced = torch.autograd.grad(compiled(leaves[0], leaves[1:]).square().sum(), leaves)
+    for a, b in zip(plain, traced, strict=True):
+        torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
+
+
+def test_under_autocast_and_checkpointing() -> None:
+    leaves = made(3, 5, 8)
+    plain = depth_attention(leaves[0], leaves[1:])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(depth_attention(leaves[0], leaves[1:]), plain)
+    again = checkpoint(lambda query, *sources: depth_attention(query, sources), *leaves, use_reentrant=False)
+    assert isinstance(again, Tensor)
+    for a, b in zip(*(torch.autograd.grad(out.square().sum(), leaves) for out in (plain, again)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_stack_of_the_sources_is_saved() -> None:
+    leaves = made(6, 50, 32)
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        depth_attention(leaves[0], leaves[1:])
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
+    own = {leaf.untyped_storage().data_ptr() for leaf in leaves}
+    assert sum(size for address, size in storages.items() if address not in own) <= 4 * 50 * 3 * 6
+
+
+# --- wrong input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "sources", "message"),
+    [
+        (random(8), [], "there is no source"),
+        (random(8), [random(5, 8), random(4, 8)], r"source 1 is \[4, 8\] .*, source 0 \[5, 8\]"),
+        (random(8), [random(5, 8), random(5, 8).double()], "source 1 is .*float64"),
+        (random(7), [random(5, 8)], r"query is \[7\], sources have width 8"),
+        (random(8), [torch.ones(5, 8, dtype=torch.int64)], "give floating-point ones"),
+    ],
+)
+def test_wrong_input_is_refused(query: Tensor, sources: list[Tensor], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        depth_attention(query, sources)
