@@ -1,7 +1,7 @@
 """The heart: residual connections as one small vocabulary that every model speaks.
 
 `connection` has the two calls and the registry, `stack` puts sublayers, norms and connections together; the
-kinds are in `additive`, `depth_attention`, `hyper` and `value_residual`.
+kinds are in `additive`, `denseformer`, `depth_attention`, `hyper`, `state_attention` and `value_residual`.
 """
 
 from reslab.residuals.additive import (
@@ -30,9 +30,11 @@ from reslab.residuals.connection import (
     register,
     reset_connections,
 )
-from reslab.residuals.depth_attention import AttnRes, DenseFormer, StateAttention
+from reslab.residuals.denseformer import DenseFormer
+from reslab.residuals.depth_attention import AttnRes
 from reslab.residuals.hyper import HyperConnection
 from reslab.residuals.stack import Block, Placement, Residual, ResidualSettings, Stack, compile_blocks, require_fit
+from reslab.residuals.state_attention import StateAttention
 from reslab.residuals.value_residual import ValueResidual
 
 __all__ = [

@@ -10,7 +10,7 @@ Letters: x the stream, v the update, d the width, l the sublayer's number from 1
 (a Transformer block has two). A new kind is one class with `@register("name")`; every model then takes it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -64,6 +64,9 @@ class Ends(nn.Module):
     def __init__(self, site: Site, options: Any) -> None:
         """`site` is the one after the last sublayer: its index is the number of sublayers."""
         super().__init__()
+
+    def meet(self, connections: "Sequence[Connection]") -> None:
+        """Told once which connections the stack has, in the order of their sublayers."""
 
     def start(self, x: Tensor) -> Stream:
         """The stream that begins with the embedding x [..., d]."""

@@ -11,18 +11,19 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
+from reslab.kernels.depth_attention.bank import Bank, implementation
+from reslab.kernels.depth_attention.plan import Plan
 from reslab.residuals.connection import Connection, ConnectionOptions, Ends, Site, register, wide
 from reslab.schema import UserError
 
 __all__ = [
     "AttnRes",
     "AttnResOptions",
-    "DenseFormer",
-    "DenseFormerOptions",
     "DepthWeights",
-    "StateAttention",
-    "StateAttentionOptions",
     "align_to_sources",
+    "dot",
+    "inverse_rms",
+    "weighted_sum",
 ]
 
 
@@ -72,6 +73,9 @@ class AttnResOptions(ConnectionOptions):
     """Keys are the sources divided by their rms; else the sources."""
     query_rate: float = Field(default=1.0, gt=0)
     """Learning-rate multiplier of the queries (static: of the logits)."""
+    kernel: Literal["auto", "naive"] = "auto"
+    """`auto` one bank of all rows for a pass, where there is a kernel for the device and the variant has learnt queries,
+    softmax, one head and whole values; `naive` a plain sum of plain tensors, which also has second derivatives."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "AttnResOptions":
@@ -110,6 +114,27 @@ class AttnResOptions(ConnectionOptions):
         sources = 1 + -(-index // self.block)
         return sources if self.window is None else min(sources, 1 + self.window)
 
+    @property
+    def fused(self) -> bool:
+        """Whether a bank computes this variant, on devices that have a kernel."""
+        plain = self.query == "learnt" and self.activation == "softmax" and self.heads == 1
+        return self.kernel == "auto" and plain and self.value_rank is None
+
+    def rows(self, count: int) -> list[int]:
+        """Of the embedding and `count` - 1 running sums, one after each sublayer, those that are kept: the sources."""
+        ends = [min(start + self.block, count - 1) for start in range(0, count - 1, self.block)]
+        kept = self.sources_before(count - 1) - 1
+        return [0, *ends[len(ends) - kept :]]
+
+    def plan(self, sublayers: int, keep: bool) -> Plan:
+        """What each sublayer, and the output last, reads of these rows."""
+        reads = []
+        for count in range(1, sublayers + 2):
+            rows = self.rows(count)
+            reads.append(tuple(rows[place] for place in self.places(len(rows))))
+        joins = (False, *(index % self.block > 0 for index in range(sublayers)))
+        return Plan.of(tuple(reads), joins, keep)
+
     def places(self, count: int) -> list[int]:
         """Which of `count` sources are read, oldest first; 0 is the embedding."""
         oldest = 0 if self.window is None else max(0, count - self.window)
@@ -131,11 +156,28 @@ class Sources(NamedTuple):
     """What all layers share: key and value projections."""
 
 
+class Banked(NamedTuple):
+    """The stream of `attnres` where a bank keeps the sources."""
+
+    bank: Bank
+    token: Tensor
+    count: int
+    """Rows so far: the embedding, and a running sum after each sublayer."""
+    ends: "DepthEnds"
+
+    def sources(self) -> Sources:
+        """The same as tensors of their own, for what the bank does not do: layers skipped, swapped or repeated."""
+        values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.count))
+        keys = tuple(key for value in values for key in self.ends.key_of(value))
+        block = -1 if self.count == 1 else (self.count - 2) // self.ends.options.block
+        return Sources(values, keys, block, self.ends)
+
+
 KEY_EPS = 1e-6
 """Added to the mean square in every norm of keys, so that a source of zeros has a key of zeros."""
 
 
-def _inverse_rms(x: Tensor, heads: int = 1) -> Tensor:
+def inverse_rms(x: Tensor, heads: int = 1) -> Tensor:
     """1 / rms over each head's share of the last axis: [..., d] -> [..., G], in float32 or more."""
     return torch.rsqrt(wide(x).unflatten(-1, (heads, -1)).square().mean(-1) + KEY_EPS)
 
@@ -162,7 +204,7 @@ class DepthWeights(nn.Module):
         """The query [..., k]; it looks at the newest source [..., d] where it depends on the input, else it is [k]."""
         if self.options.query != "input":
             return wide(self.query)
-        normed = wide(newest) * _inverse_rms(newest)
+        normed = wide(newest) * inverse_rms(newest)
         return wide(self.query) + wide(self.query_map(normed.to(self.query_map.weight.dtype)))
 
     def static_scores(self, reads: int) -> list[Tensor]:
@@ -176,12 +218,12 @@ class DepthWeights(nn.Module):
         return list(torch.stack(list(scores), -1).softmax(-1).unbind(-1))
 
 
-def _dot(query: Tensor, value: Tensor, heads: int = 1) -> Tensor:
+def dot(query: Tensor, value: Tensor, heads: int = 1) -> Tensor:
     """Per head, in float32 or more: [..., k] and [..., k] -> [..., G]."""
     return (query * wide(value)).unflatten(-1, (heads, -1)).sum(-1)
 
 
-def _weighted_sum(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+def weighted_sum(weights: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
     """sum_i a_i v_i [..., d] in float32 or more, of a_i [..., G] on the G groups of v_i, without a stack of the v_i."""
     total: Tensor | None = None
     for weight, value in zip(weights, values, strict=True):
@@ -198,6 +240,7 @@ class DepthEnds(Ends):
     def __init__(self, site: Site, options: AttnResOptions) -> None:
         super().__init__(site, options)
         self.options = options
+        self.sites: tuple[AttnRes, ...] = ()
         self.output = AttnRes(site, options)
         if options.key_rank is not None:
             self.key_map = nn.Linear(site.width, options.key_rank, bias=False)
@@ -214,20 +257,40 @@ class DepthEnds(Ends):
             with torch.no_grad():
                 self.expand.weight.copy_(self.compress.weight.T)
 
-    def start(self, x: Tensor) -> Sources:
-        return Sources((x,), self.key_of(x), -1, self)
+    def meet(self, connections: Sequence[Connection]) -> None:
+        self.sites = tuple(each for each in connections if isinstance(each, AttnRes))
 
-    def finish(self, stream: Sources) -> Tensor:
+    def start(self, x: Tensor) -> "Sources | Banked":
+        if self.implementation(x) == "naive":
+            return Sources((x,), self.key_of(x), -1, self)
+        return self._start_bank(x)
+
+    @torch.compiler.disable
+    def _start_bank(self, x: Tensor) -> Banked:
+        queries = torch.stack([wide(site.weights.query) for site in (*self.sites, self.output)])
+        if self.options.key_rank is not None:  # q . P k = (P^T q) . k
+            queries = queries @ wide(self.key_map.weight)
+        plan = self.options.plan(len(self.sites), torch.is_grad_enabled())
+        bank, token = Bank.start(plan, x, queries, KEY_EPS, self.options.key_norm)
+        return Banked(bank, token, 1, self)
+
+    def implementation(self, x: Tensor) -> str:
+        """What computes reads of a stream like x: `numba`, `triton` or `naive`."""
+        if not self.options.fused or len(self.sites) != self.output.site.sublayers:
+            return "naive"
+        return implementation(x) or "naive"
+
+    def finish(self, stream: "Sources | Banked") -> Tensor:
         return self.output.read(stream)
 
     def key_of(self, value: Tensor) -> tuple[Tensor, ...]:
         """What scores need of a whole source [..., d] besides itself; see `Sources.keys`."""
         if self.options.key_rank is not None:
-            key = wide(value) * _inverse_rms(value) if self.options.key_norm else value
+            key = wide(value) * inverse_rms(value) if self.options.key_norm else value
             return (self.key_map(key.to(self.key_map.weight.dtype)),)
         if self.options.query == "none" or not self.options.key_norm:
             return ()
-        return (_inverse_rms(value, self.options.heads),)
+        return (inverse_rms(value, self.options.heads),)
 
     def settle(self, stream: Sources) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Values and keys as they are kept once the newest is no longer to change: compressed, within the window."""
@@ -278,26 +341,47 @@ class AttnRes(Connection):
             return {}
         return {f"weights.{name}": self.options.query_rate for name, _ in self.weights.named_parameters()}
 
-    def read(self, stream: Sources) -> Tensor:
+    def read(self, stream: Sources | Banked) -> Tensor:
+        return self._read_bank(stream) if isinstance(stream, Banked) else self._read(stream)
+
+    @torch.compiler.disable
+    def _read_bank(self, stream: Banked) -> Tensor:
+        if stream.bank.takes_read(self.site.index, stream.count):
+            return stream.bank.read(stream.token, self.site.index)
+        return self._read(stream.sources())
+
+    def _read(self, stream: Sources) -> Tensor:
         places = self.options.places(len(stream.values))
         weights = dict(zip(places, self.depth_weights(stream), strict=True))
         whole = [place for place in places if not self._is_compressed(stream, place)]
-        mixed = _weighted_sum([weights[i] for i in whole], [stream.values[i] for i in whole])
+        mixed = weighted_sum([weights[i] for i in whole], [stream.values[i] for i in whole])
         if len(whole) < len(places):
             kept = [place for place in places if place not in whole]
-            compressed = _weighted_sum([weights[i] for i in kept], [stream.values[i] for i in kept])
+            compressed = weighted_sum([weights[i] for i in kept], [stream.values[i] for i in kept])
             mixed = mixed + wide(stream.ends.expanded(compressed))
         return mixed.to(stream.values[0].dtype)
 
-    def depth_weights(self, stream: Sources) -> list[Tensor]:
+    def depth_weights(self, stream: Sources | Banked) -> list[Tensor]:
         """a_i [..., G] of the sources this layer reads, oldest first."""
+        if isinstance(stream, Banked):
+            stream = stream.sources()
         places = self.options.places(len(stream.values))
         if self.options.query == "none":
             return self.weights.activate(self.weights.static_scores(len(places)))
         query = self.weights.query_for(stream.values[-1])
         return self.weights.activate([self._score(stream, place, query) for place in places])
 
-    def write(self, stream: Sources, update: Tensor) -> Sources:
+    def write(self, stream: Sources | Banked, update: Tensor) -> Sources | Banked:
+        return self._write_bank(stream, update) if isinstance(stream, Banked) else self._write(stream, update)
+
+    @torch.compiler.disable
+    def _write_bank(self, stream: Banked, update: Tensor) -> Sources | Banked:
+        row = self.site.index + 1
+        if stream.bank.takes_row(row, stream.count):
+            return stream._replace(token=stream.bank.write(stream.token, row, update), count=row + 1)
+        return self._write(stream.sources(), update)
+
+    def _write(self, stream: Sources, update: Tensor) -> Sources:
         block = self.site.index // self.options.block
         if block == stream.block:
             values, keys = stream.values[:-1], stream.keys[:-1]
@@ -314,143 +398,8 @@ class AttnRes(Connection):
         """w_l . k_i, [..., G]; of a compressed source with what it expands to, without expanding it."""
         heads = self.options.heads
         if self.options.key_rank is not None:
-            return _dot(query, stream.keys[place], heads)
+            return dot(query, stream.keys[place], heads)
         if self._is_compressed(stream, place):
             query = query @ wide(stream.ends.expand.weight)  # w . D c = (D^T w) . c
-        score = _dot(query, stream.values[place], heads)
+        score = dot(query, stream.values[place], heads)
         return score * stream.keys[place] if self.options.key_norm else score
-
-
-# --- the seed article's form ----------------------------------------------------------------------
-
-
-class StateAttentionOptions(ConnectionOptions):
-    key_norm: bool = True
-    """Keys are the states divided by their rms; else the states."""
-    query_rate: float = Field(default=1.0, gt=0)
-    """Learning-rate multiplier of the queries."""
-
-
-class States(NamedTuple):
-    """The stream of `state_attention`."""
-
-    states: tuple[Tensor, ...]
-    """h_0 (the embedding) to the newest, each [..., d]."""
-    scales: tuple[Tensor, ...]
-    """1/rms of each state [..., 1]; 1 where keys are not normed."""
-
-
-class StateEnds(Ends):
-    def __init__(self, site: Site, options: StateAttentionOptions) -> None:
-        super().__init__(site, options)
-        self.key_norm = options.key_norm
-
-    def start(self, x: Tensor) -> States:
-        return States((x,), (state_scale(x, self.key_norm),))
-
-    def finish(self, stream: States) -> Tensor:
-        return stream.states[-1]
-
-
-def state_scale(state: Tensor, key_norm: bool) -> Tensor:
-    """[..., d] -> [..., 1]."""
-    return _inverse_rms(state) if key_norm else wide(state.new_ones(()))
-
-
-@register("state_attention")
-class StateAttention(Connection):
-    """h_l = sum_{i<l} a_i h_i + f(h_{l-1}), a = softmax_i(w_l . RMSNorm(h_i)).
-
-    Attention over the *outputs* h, added to the layer's function of the previous one: the loop that a popular
-    article sketches for attention residuals (docs/claims.md, B4). Unlike `attnres` its sources are cumulative.
-    """
-
-    Options = StateAttentionOptions
-    ends = StateEnds
-    plain_stream = False
-
-    def __init__(self, site: Site, options: StateAttentionOptions) -> None:
-        super().__init__(site, options)
-        self.weights = DepthWeights(AttnResOptions(key_norm=options.key_norm), site.width, site.index + 1)
-
-    def reset_parameters(self) -> None:
-        self.weights.reset_parameters()
-
-    def rates(self) -> dict[str, float]:
-        return {} if self.options.query_rate == 1 else {"weights.query": self.options.query_rate}
-
-    def read(self, stream: States) -> Tensor:
-        return stream.states[-1]
-
-    def write(self, stream: States, update: Tensor) -> States:
-        query = self.weights.query_for(stream.states[-1])
-        scores = [_dot(query, h) * scale for h, scale in zip(stream.states, stream.scales, strict=True)]
-        mixed = _weighted_sum(self.weights.activate(scores), stream.states)
-        state = (mixed + update).to(stream.states[0].dtype)
-        return States((*stream.states, state), (*stream.scales, state_scale(state, self.options.key_norm)))
-
-
-# --- static weights over block outputs ------------------------------------------------------------
-
-
-class DenseFormerOptions(ConnectionOptions):
-    period: int = Field(default=2, ge=1)
-    """Sublayers between two averages; 2 is once a Transformer block."""
-
-    def require(self, sublayers: int, width: int) -> None:
-        if self.period > sublayers:
-            raise UserError(
-                f"denseformer: period {self.period} is larger than the {sublayers} sublayers; make it smaller"
-            )
-
-
-class Averaged(NamedTuple):
-    """The stream of `denseformer`."""
-
-    x: Tensor
-    """[..., d], what sublayers read and add to."""
-    outputs: tuple[Tensor, ...]
-    """The embedding and each finished block's output, each [..., d]."""
-
-
-class AveragedEnds(Ends):
-    def start(self, x: Tensor) -> Averaged:
-        return Averaged(x, (x,))
-
-    def finish(self, stream: Averaged) -> Tensor:
-        return stream.x
-
-
-@register("denseformer")
-class DenseFormer(Connection):
-    """x <- x + v; after each block x_b <- sum_{i<=b} a_{b,i} x_i with learnt scalars (Pagliardini et al. 2024).
-
-    arXiv 2402.02622, eq. 5 (depth-weighted average). Starts at a_{b,b} = 1 and 0 elsewhere: `add` exactly.
-    """
-
-    Options = DenseFormerOptions
-    ends = AveragedEnds
-    plain_stream = False
-
-    def __init__(self, site: Site, options: DenseFormerOptions) -> None:
-        super().__init__(site, options)
-        self.averages = (site.index + 1) % options.period == 0
-        if self.averages:
-            self.weights = nn.Parameter(torch.empty(1 + (site.index + 1) // options.period))
-
-    def reset_parameters(self) -> None:
-        if self.averages:
-            nn.init.zeros_(self.weights)
-            nn.init.ones_(self.weights[-1])
-
-    def read(self, stream: Averaged) -> Tensor:
-        return stream.x
-
-    def write(self, stream: Averaged, update: Tensor) -> Averaged:
-        x = stream.x + update
-        if not self.averages:
-            return Averaged(x, stream.outputs)
-        outputs = (*stream.outputs, x)
-        weights = align_to_sources(self.weights, len(outputs), surplus=0.0)
-        average = _weighted_sum(wide(weights).unsqueeze(-1).unbind(0), outputs)
-        return Averaged(average.to(x.dtype), outputs)

@@ -221,6 +221,7 @@ class Stack(nn.Module):
                 site = Site(next(indices), sublayers, width, attention)
                 made[name] = Residual(branch, connect(config, site), norm, placement)
             self.blocks.append(Block(**made))
+        self.ends.meet([sublayer.connection for sublayer in self.sublayers()])
         takes = [sublayer.takes for sublayer in self.sublayers()]
         self._takes = None if any(each.all for each in takes) else frozenset().union(*(each.names for each in takes))
         self.ends.reset_parameters()
