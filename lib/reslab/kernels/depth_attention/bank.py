@@ -23,7 +23,7 @@ class History(Protocol):
 
     def write(self, row: int, update: Tensor) -> None: ...
     def mix(self, read: int) -> Tensor: ...
-    def row(self, row: int) -> Tensor: ...
+    def row(self, row: int) -> Tensor | None: ...
     def begin_backward(self) -> None: ...
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None: ...
     def receive_nothing(self, read: int) -> None: ...
@@ -142,15 +142,18 @@ class Bank:
 
     def row(self, token: Tensor, row: int) -> Tensor:
         """A row by itself, [..., d]; its gradients join those that are pulled."""
-        slots = self.plan.slots[: self.written]
-        if row >= self.written or slots[row] in slots[row + 1 :]:
+        if torch.is_grad_enabled():
+            return _Row.apply(token, self, row)
+        return self.copy(row)
+
+    def copy(self, row: int) -> Tensor:
+        found = self.alive().row(row)
+        if found is None:
             raise UserError(
                 f"depth attention: row {row} of an earlier stream is gone, as nothing was to read it again; go on from the "
                 f"newest stream, run with gradients, or build with ConnectionConfig('attnres', kernel='naive')"
             )
-        if torch.is_grad_enabled():
-            return _Row.apply(token, self, row)
-        return self.alive().row(row).view(self.shape)
+        return found.view(self.shape)
 
     # --- backward
 
@@ -235,7 +238,7 @@ class _Row(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, bank: Bank, row: int) -> Tensor:
         ctx.bank, ctx.row = bank, row
-        return bank.alive().row(row).view(bank.shape)
+        return bank.copy(row)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

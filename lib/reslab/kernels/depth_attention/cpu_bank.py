@@ -21,7 +21,8 @@ from reslab.kernels.depth_attention.plan import Group, Plan
 from reslab.kernels.depth_attention.simd import (
     LANES, exp, first, fma, load, load_one, load_part, maximum, prefetch, splat, store, store_part, tag_of, total, totals,
 )  # fmt: skip
-from reslab.kernels.depth_attention.threads import spread
+from reslab.kernels.depth_attention.threads import call
+from reslab.schema import UserError
 
 __all__ = ["CpuHistory"]
 
@@ -30,6 +31,9 @@ TILE = 2 * LANES
 
 TOGETHER = 16
 """Tokens whose part of the queries' gradient is summed before it goes to memory."""
+
+AT_A_TIME = 64
+"""Tokens that go through several kernels before the next ones do."""
 
 FAST = {"reassoc", "contract", "arcp", "nsz"}
 """All that lets sums be reordered, and nothing that assumes away infinities."""
@@ -44,30 +48,31 @@ def _inline(function: Any) -> Any:
 
 
 @_inline
-def _take(address: Any, offset: Any, j: Any, width: Any, tag: Any) -> Any:
+def _take(row: Any, j: Any, width: Any, tag: Any) -> Any:
     """Eight numbers from column j of a row `width` long; 0 behind its end."""
     if j + LANES <= width:
-        return load(address, offset + j, tag)
-    return load_part(address, offset + j, max(width - j, 0), tag)
+        return load(0, row + j, tag)
+    return load_part(0, row + j, max(width - j, 0), tag)
 
 
 @_inline
-def _put(address: Any, offset: Any, j: Any, width: Any, value: Any, tag: Any) -> None:
+def _put(row: Any, j: Any, width: Any, value: Any, tag: Any) -> None:
     if j + LANES <= width:
-        store(address, offset + j, value, tag)
+        store(0, row + j, value, tag)
     else:
-        store_part(address, offset + j, max(width - j, 0), value, tag)
+        store_part(0, row + j, max(width - j, 0), value, tag)
 
 
 @_kernel
 def write(
-    update: Any, width: Any, before: Any, rows: Any, stride: Any, place: Any, padded: Any,
-    queries: Any, across: Any, count: Any, scores: Any, behind: Any, at: Any,
+    source: Any, width: Any, before: Any, place: Any, padded: Any,
+    queries: Any, across: Any, count: Any, scores: Any, at: Any, segment: Any,
     scale: Any, slot: Any, normed: Any, eps: Any, tag: Any, wide: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
-    """Row `place` becomes `update` [T, d], added to row `before` unless that is -1; its scores for `count` queries.
+    """Row `place` becomes `source` [T, d], added to row `before` unless that is -1; its scores for `count` queries.
 
-    `queries` [d, L] across; scores go to [T, P] from column `at` on, 1/rms to `scale` [T, R].
+    Nothing is copied where `source` is `place`. `queries` [d, L] across; scores go to [T, segment] at `at`, 1/rms to
+    `scale` [R, T].
     """
     memory = np.empty((4, padded), scale.dtype)
     row = memory.ctypes.data
@@ -76,17 +81,18 @@ def write(
         for u in range(here):
             squares = splat(wide)
             for j in range(0, padded, LANES):
-                value = _take(update, (t + u) * width, j, width, tag)
+                value = _take(source + (t + u) * width, j, width, tag)
                 if before >= 0:
-                    value = value + load(rows, (t + u) * stride + before + j, tag)
-                store(rows, (t + u) * stride + place + j, value, tag)
-                value = load(rows, (t + u) * stride + place + j, tag)  # as rounded
+                    value = value + load(0, before + (t + u) * padded + j, tag)
+                if source != place:
+                    store(0, place + (t + u) * padded + j, value, tag)
+                    value = load(0, place + (t + u) * padded + j, tag)  # as rounded
                 store(row, u * padded + j, value, wide)
                 squares = fma(value, value, squares)
             if normed:
-                scale[t + u, slot] = 1 / np.sqrt(total(squares) / scale.dtype.type(width) + eps)
+                scale[slot, t + u] = 1 / np.sqrt(total(squares) / scale.dtype.type(width) + eps)
             else:
-                scale[t + u, slot] = 1
+                scale[slot, t + u] = 1
         for q in range(0, count, TILE):
             a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(wide)
             for j in range(width):
@@ -100,28 +106,28 @@ def write(
                 k = splat(load_one(row, 3 * padded + j, wide))
                 d0, d1 = fma(k, x, d0), fma(k, y, d1)
             two = q + LANES < count
-            to = t * behind + at + q
+            to = at + t * segment + q
             store(scores, to, a0, wide)
             if two:
                 store(scores, to + LANES, a1, wide)
             if here > 1:
-                store(scores, to + behind, b0, wide)
+                store(scores, to + segment, b0, wide)
                 if two:
-                    store(scores, to + behind + LANES, b1, wide)
+                    store(scores, to + segment + LANES, b1, wide)
             if here > 2:
-                store(scores, to + 2 * behind, c0, wide)
+                store(scores, to + 2 * segment, c0, wide)
                 if two:
-                    store(scores, to + 2 * behind + LANES, c1, wide)
+                    store(scores, to + 2 * segment + LANES, c1, wide)
             if here > 3:
-                store(scores, to + 3 * behind, d0, wide)
+                store(scores, to + 3 * segment, d0, wide)
                 if two:
-                    store(scores, to + 3 * behind + LANES, d1, wide)
+                    store(scores, to + 3 * segment + LANES, d1, wide)
 
 
 @_kernel
 def mix_common(
-    rows: Any, stride: Any, places: Any, padded: Any, scores: Any, behind: Any, at: Any, scale: Any, slots: Any,
-    queries: Any, largest: Any, sums: Any, parts: Any, tag: Any, wide: Any, start: Any, stop: Any,
+    places: Any, padded: Any, scores: Any, at: Any, segments: Any, scale: Any, slots: Any,
+    queries: Any, largest: Any, sums: Any, parts: Any, apart: Any, tag: Any, wide: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """For up to eight queries at once, of the rows they all read: the largest score, and, relative to it, sums of
     exponentials and of rows weighted by them: [T, 8], [T, 8], [T, 8, d]."""
@@ -130,12 +136,12 @@ def mix_common(
     for t in range(start, stop):
         ahead = min(t + 1, stop - 1)
         for i in range(len(places)):
-            prefetch(scores, ahead * behind + at[i], wide)
+            prefetch(scores, at[i] + ahead * segments[i], wide)
             for j in range(0, padded, 16):
-                prefetch(rows, ahead * stride + places[i] + j, tag)
+                prefetch(0, places[i] + ahead * padded + j, tag)
         top = splat(scale.dtype.type(-np.inf))
         for i in range(len(places)):
-            score = load(scores, t * behind + at[i], wide) * splat(scale[t, slots[i]])
+            score = load(scores, at[i] + t * segments[i], wide) * splat(scale[slots[i], t])
             store(a, i * LANES, score, wide)
             top = maximum(score, top)
         weight = splat(wide)
@@ -149,8 +155,8 @@ def mix_common(
             for j in range(0, padded, TILE):
                 a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(wide)
                 for i in range(len(places)):
-                    at_row = t * stride + places[i] + j
-                    x, y = load(rows, at_row, tag), load(rows, at_row + LANES, tag)
+                    at_row = places[i] + t * padded + j
+                    x, y = load(0, at_row, tag), load(0, at_row + LANES, tag)
                     k = splat(load_one(a, i * LANES + q, wide))
                     a0, a1 = fma(k, x, a0), fma(k, y, a1)
                     k = splat(load_one(a, i * LANES + q + 1, wide))
@@ -159,21 +165,21 @@ def mix_common(
                     c0, c1 = fma(k, x, c0), fma(k, y, c1)
                     k = splat(load_one(a, i * LANES + q + 3, wide))
                     d0, d1 = fma(k, x, d0), fma(k, y, d1)
-                to = (t * LANES + q) * padded + j
+                to, far = q * apart + t * padded + j, apart
                 store(parts, to, a0, wide)
                 store(parts, to + LANES, a1, wide)
-                store(parts, to + padded, b0, wide)
-                store(parts, to + padded + LANES, b1, wide)
-                store(parts, to + 2 * padded, c0, wide)
-                store(parts, to + 2 * padded + LANES, c1, wide)
-                store(parts, to + 3 * padded, d0, wide)
-                store(parts, to + 3 * padded + LANES, d1, wide)
+                store(parts, to + far, b0, wide)
+                store(parts, to + far + LANES, b1, wide)
+                store(parts, to + 2 * far, c0, wide)
+                store(parts, to + 2 * far + LANES, c1, wide)
+                store(parts, to + 3 * far, d0, wide)
+                store(parts, to + 3 * far + LANES, d1, wide)
 
 
 @_kernel
 def mix(
-    rows: Any, stride: Any, places: Any, padded: Any, scores: Any, behind: Any, at: Any, scale: Any, slots: Any,
-    begun: Any, largest: Any, sums: Any, parts: Any, out: Any, width: Any, logs: Any, query: Any,
+    places: Any, padded: Any, scores: Any, at: Any, segments: Any, scale: Any, slots: Any,
+    begun: Any, largest: Any, sums: Any, parts: Any, apart: Any, out: Any, width: Any, logs: Any, query: Any,
     tag: Any, wide: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """h [T, d] of one query, to `out`, and ln sum exp s, to column `query` of `logs` [T, L].
@@ -187,15 +193,15 @@ def mix(
         ahead = min(t + 2, stop - 1)
         for i in range(count):
             for j in range(0, padded, 16):
-                prefetch(rows, ahead * stride + places[i] + j, tag)
+                prefetch(0, places[i] + ahead * padded + j, tag)
         if begun >= 0:
             for j in range(0, padded, 16):
-                prefetch(parts, (ahead * LANES + begun) * padded + j, wide)
+                prefetch(parts, begun * apart + ahead * padded + j, wide)
         top = scale.dtype.type(-np.inf)
         if begun >= 0:
             top = largest[t, begun]
         for i in range(count):
-            score = load_one(scores, t * behind + at[i], wide) * scale[t, slots[i]]
+            score = load_one(scores, at[i] + t * segments[i], wide) * scale[slots[i], t]
             memory[i] = score
             if not score <= top:
                 top = score
@@ -209,7 +215,7 @@ def mix(
         if begun >= 0:
             share = np.exp(largest[t, begun] - top)
             whole += share * sums[t, begun]
-        logs[t, query] = top + np.log(whole)
+        logs[query, t] = top + np.log(whole)
         inverse = scale.dtype.type(1) / whole
         for i in range(0, count, LANES):
             store(a, i, load(a, i, wide) * splat(inverse), wide)
@@ -217,37 +223,38 @@ def mix(
         for j in range(0, padded, TILE):
             x = y = splat(wide)
             if begun >= 0:
-                part = (t * LANES + begun) * padded + j
+                part = begun * apart + t * padded + j
                 k = splat(share)
                 x, y = k * load(parts, part, wide), k * load(parts, part + LANES, wide)
             for i in range(count):
-                at_row = t * stride + places[i] + j
+                at_row = places[i] + t * padded + j
                 k = splat(load_one(a, i, wide))
-                x, y = fma(k, load(rows, at_row, tag), x), fma(k, load(rows, at_row + LANES, tag), y)
-            _put(out, t * width, j, width, x, wide)
-            _put(out, t * width, j + LANES, width, y, wide)
+                x, y = fma(k, load(0, at_row, tag), x), fma(k, load(0, at_row + LANES, tag), y)
+            _put(out + t * width, j, width, x, wide)
+            _put(out + t * width, j + LANES, width, y, wide)
 
 
 @_kernel
 def keep_gradient(
-    gradient: Any, h: Any, width: Any, gradients: Any, stride: Any, place: Any, padded: Any, means: Any, query: Any,
-    tag: Any, exact: Any, wide: Any, start: Any, stop: Any,
+    source: Any, h: Any, width: Any, place: Any, padded: Any, means: Any, query: Any,
+    tag: Any, wide: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
-    """g [T, d] into its row, and <g, h> into column `query` of `means` [T, L]."""
+    """g [T, d] into its row, unless it is there, and <g, h> into row `query` of `means` [L, T]."""
     for t in range(start, stop):
         product = splat(wide)
         for j in range(0, padded, LANES):
-            g = _take(gradient, t * width, j, width, tag)
-            store(gradients, t * stride + place + j, g, tag)
-            product = fma(g, _take(h, t * width, j, width, exact), product)
-        means[t, query] = total(product)
+            g = _take(source + t * width, j, width, tag)
+            if source != place:
+                store(0, place + t * padded + j, g, tag)
+            product = fma(g, _take(h + t * width, j, width, wide), product)
+        means[query, t] = total(product)
 
 
 @_kernel
 def pull(
-    rows: Any, stride: Any, places: Any, padded: Any, scores: Any, behind: Any, at: Any, scale: Any, slots: Any,
-    gradients: Any, across: Any, events: Any, logs: Any, means: Any, queries: Any, by_query: Any,
-    parts: Any, begun: Any, norms: Any, above: Any, extra: Any, out: Any, width: Any, normed: Any, chunk: Any,
+    places: Any, padded: Any, scores: Any, at: Any, segments: Any, scale: Any, slots: Any,
+    sources: Any, events: Any, logs: Any, means: Any, queries: Any, by_query: Any, by_chunk: Any,
+    parts: Any, apart: Any, begun: Any, norms: Any, above: Any, extra: Any, out: Any, width: Any, normed: Any, chunk: Any,
     tag: Any, wide: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """What reads `events` add to the gradients of up to eight rows, and these rows to the gradients of the queries.
@@ -267,55 +274,67 @@ def pull(
         here = min(TOGETHER, stop - block)
         for u in range(here):
             t = block + u
-            for k in range(events_padded):
-                of_events[0, k] = logs[t, events[min(k, last)]]
-                of_events[1, k] = means[t, events[min(k, last)]]
+            for k in range(len(events)):
+                of_events[0, k] = logs[events[k], t]
+                of_events[1, k] = means[events[k], t]
             for i in range(count):
-                norms[t, i if begun < 0 else LANES] = norms[t, begun] if 0 <= begun < LANES else 0
-            base = t * across
+                norms[i if begun < 0 else LANES, t] = norms[begun, t] if 0 <= begun < LANES else 0
+            base = t * padded
             ahead = min(t + 2, stop - 1)
             if True:
                 for i in range(count):
                     for j in range(0, padded, 16):
-                        prefetch(rows, ahead * stride + places[i] + j, tag)
+                        prefetch(0, places[i] + ahead * padded + j, tag)
                 for i in range(count):
                     for k in range(0, len(events), 16):
-                        prefetch(scores, ahead * behind + at[i] + k, wide)
+                        prefetch(scores, at[i] + ahead * segments[i] + k, wide)
                 for k in range(len(events)):
                     for j in range(0, padded, 16):
-                        prefetch(gradients, ahead * across + events[k] * padded + j, tag)
+                        prefetch(0, sources[k] + ahead * padded + j, tag)
                 if 0 <= begun < LANES:
                     for j in range(0, padded, 16):
-                        prefetch(parts, (ahead * LANES + begun) * padded + j, wide)
+                        prefetch(parts, begun * apart + ahead * padded + j, wide)
             for k in range(0, len(events), LANES):
-                g0, g1 = base + events[k] * padded, base + events[min(k + 1, last)] * padded
-                g2, g3 = base + events[min(k + 2, last)] * padded, base + events[min(k + 3, last)] * padded
-                g4, g5 = base + events[min(k + 4, last)] * padded, base + events[min(k + 5, last)] * padded
-                g6, g7 = base + events[min(k + 6, last)] * padded, base + events[min(k + 7, last)] * padded
+                g0, g1 = base + sources[k], base + sources[min(k + 1, last)]
+                g2, g3 = base + sources[min(k + 2, last)], base + sources[min(k + 3, last)]
+                g4, g5 = base + sources[min(k + 4, last)], base + sources[min(k + 5, last)]
+                g6, g7 = base + sources[min(k + 6, last)], base + sources[min(k + 7, last)]
                 for i in range(count):
                     p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = splat(wide)
-                    for j in range(0, padded, LANES):
-                        v = load(rows, t * stride + places[i] + j, tag)
-                        p0, p1 = fma(v, load(gradients, g0 + j, tag), p0), fma(v, load(gradients, g1 + j, tag), p1)
-                        p2, p3 = fma(v, load(gradients, g2 + j, tag), p2), fma(v, load(gradients, g3 + j, tag), p3)
-                        p4, p5 = fma(v, load(gradients, g4 + j, tag), p4), fma(v, load(gradients, g5 + j, tag), p5)
-                        p6, p7 = fma(v, load(gradients, g6 + j, tag), p6), fma(v, load(gradients, g7 + j, tag), p7)
-                    r = splat(scale[t, slots[i]])
-                    s = first(load(scores, t * behind + at[i] + k, wide), len(events) - k)
+                    v_at = places[i] + t * padded
+                    if len(events) - k > 4:
+                        for j in range(0, padded, LANES):
+                            v = load(0, v_at + j, tag)
+                            p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
+                            p2, p3 = fma(v, load(0, g2 + j, tag), p2), fma(v, load(0, g3 + j, tag), p3)
+                            p4, p5 = fma(v, load(0, g4 + j, tag), p4), fma(v, load(0, g5 + j, tag), p5)
+                            p6, p7 = fma(v, load(0, g6 + j, tag), p6), fma(v, load(0, g7 + j, tag), p7)
+                    elif len(events) - k > 1:
+                        for j in range(0, padded, LANES):
+                            v = load(0, v_at + j, tag)
+                            p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
+                            p2, p3 = fma(v, load(0, g2 + j, tag), p2), fma(v, load(0, g3 + j, tag), p3)
+                    else:
+                        for j in range(0, padded, TILE):
+                            p0 = fma(load(0, v_at + j, tag), load(0, g0 + j, tag), p0)
+                            p1 = fma(load(0, v_at + LANES + j, tag), load(0, g0 + LANES + j, tag), p1)
+                        p0, p1 = p0 + p1, splat(wide)
+                    r = splat(scale[slots[i], t])
+                    s = first(load(scores, at[i] + t * segments[i] + k, wide), len(events) - k)
                     weight = first(exp(s * r - load(lse, k, wide)), len(events) - k)
                     by_score = weight * (totals(p0, p1, p2, p3, p4, p5, p6, p7) - load(mean, k, wide)) * r
                     by_score = first(by_score, len(events) - k)
                     store(a, i * events_padded + k, weight, wide)
                     store(c, (u * 8 + i) * events_padded + k, by_score, wide)
-                    norms[t, i if begun < 0 else LANES] += total(by_score * s)
+                    norms[i if begun < 0 else LANES, t] += total(by_score * s)
             if begun < 0:
                 for i in range(0, count, 4):
                     a_at, c_at = i * events_padded, (u * 8 + i) * events_padded
                     for j in range(0, padded, TILE):
                         x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
                         for k in range(len(events)):
-                            g = base + events[k] * padded + j
-                            g0, g1 = load(gradients, g, tag), load(gradients, g + LANES, tag)
+                            g = base + sources[k] + j
+                            g0, g1 = load(0, g, tag), load(0, g + LANES, tag)
                             q = events[k] * padded + j
                             q0, q1 = load(queries, q, wide), load(queries, q + LANES, wide)
                             f, e = splat(load_one(a, a_at + k, wide)), splat(load_one(c, c_at + k, wide))
@@ -329,43 +348,41 @@ def pull(
                             f = splat(load_one(a, a_at + 3 * events_padded + k, wide))
                             e = splat(load_one(c, c_at + 3 * events_padded + k, wide))
                             w0, w1 = fma(e, q0, fma(f, g0, w0)), fma(e, q1, fma(f, g1, w1))
-                        to = (t * LANES + i) * padded + j
+                        to, far = i * apart + t * padded + j, apart
                         store(parts, to, x0, wide)
                         store(parts, to + LANES, x1, wide)
-                        store(parts, to + padded, y0, wide)
-                        store(parts, to + padded + LANES, y1, wide)
-                        store(parts, to + 2 * padded, z0, wide)
-                        store(parts, to + 2 * padded + LANES, z1, wide)
-                        store(parts, to + 3 * padded, w0, wide)
-                        store(parts, to + 3 * padded + LANES, w1, wide)
+                        store(parts, to + far, y0, wide)
+                        store(parts, to + far + LANES, y1, wide)
+                        store(parts, to + 2 * far, z0, wide)
+                        store(parts, to + 2 * far + LANES, z1, wide)
+                        store(parts, to + 3 * far, w0, wide)
+                        store(parts, to + 3 * far + LANES, w1, wide)
             else:
-                r = scale[t, slots[0]]
+                r = scale[slots[0], t]
                 by_norm = real.type(0)
                 if normed:
-                    by_norm = -norms[t, LANES] * r * r / real.type(width)
+                    by_norm = -norms[LANES, t] * r * r / real.type(width)
                 for j in range(0, padded, LANES):
-                    x = splat(by_norm) * load(rows, t * stride + places[0] + j, tag)
+                    x = splat(by_norm) * load(0, places[0] + t * padded + j, tag)
                     if begun < LANES:
-                        x = x + load(parts, (t * LANES + begun) * padded + j, wide)
+                        x = x + load(parts, begun * apart + t * padded + j, wide)
                     for k in range(len(events)):
                         f, e = splat(load_one(a, k, wide)), splat(load_one(c, u * 8 * events_padded + k, wide))
-                        g, q = base + events[k] * padded + j, events[k] * padded + j
-                        x = fma(e, load(queries, q, wide), fma(f, load(gradients, g, tag), x))
+                        g, q = base + sources[k] + j, events[k] * padded + j
+                        x = fma(e, load(queries, q, wide), fma(f, load(0, g, tag), x))
                     if above != 0:
-                        x = x + _take(above, t * width, j, width, tag)
+                        x = x + _take(above + t * width, j, width, tag)
                     if extra != 0:
-                        x = x + _take(extra, t * width, j, width, tag)
-                    _put(out, t * width, j, width, x, tag)
-        chunk_at = block // chunk * by_query[1]
+                        x = x + _take(extra + t * width, j, width, tag)
+                    _put(out + t * width, j, width, x, tag)
+        chunk_at = block // chunk * by_chunk
         for i in range(count):
-            for k in range(0, len(events), 4):
-                e0, e1 = chunk_at + events[k] * padded, chunk_at + events[min(k + 1, last)] * padded
-                e2, e3 = chunk_at + events[min(k + 2, last)] * padded, chunk_at + events[min(k + 3, last)] * padded
+            for k in range(0, len(events) - 3, 4):
                 for j in range(0, padded, TILE):
                     x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
                     for u in range(here):
-                        v = (block + u) * stride + places[i] + j
-                        v0, v1 = load(rows, v, tag), load(rows, v + LANES, tag)
+                        v = places[i] + (block + u) * padded + j
+                        v0, v1 = load(0, v, tag), load(0, v + LANES, tag)
                         c_at = (u * 8 + i) * events_padded + k
                         f = splat(load_one(c, c_at, wide))
                         x0, x1 = fma(f, v0, x0), fma(f, v1, x1)
@@ -375,13 +392,18 @@ def pull(
                         z0, z1 = fma(f, v0, z0), fma(f, v1, z1)
                         f = splat(load_one(c, c_at + 3, wide))
                         w0, w1 = fma(f, v0, w0), fma(f, v1, w1)
-                    _add(by_query[0], e0 + j, x0, x1, wide)
-                    if k + 1 <= last:
-                        _add(by_query[0], e1 + j, y0, y1, wide)
-                    if k + 2 <= last:
-                        _add(by_query[0], e2 + j, z0, z1, wide)
-                    if k + 3 <= last:
-                        _add(by_query[0], e3 + j, w0, w1, wide)
+                    _add(by_query, chunk_at + events[k] * padded + j, x0, x1, wide)
+                    _add(by_query, chunk_at + events[k + 1] * padded + j, y0, y1, wide)
+                    _add(by_query, chunk_at + events[k + 2] * padded + j, z0, z1, wide)
+                    _add(by_query, chunk_at + events[k + 3] * padded + j, w0, w1, wide)
+            for k in range(len(events) // 4 * 4, len(events)):
+                for j in range(0, padded, TILE):
+                    x0 = x1 = splat(wide)
+                    for u in range(here):
+                        v = places[i] + (block + u) * padded + j
+                        f = splat(load_one(c, (u * 8 + i) * events_padded + k, wide))
+                        x0, x1 = fma(f, load(0, v, tag), x0), fma(f, load(0, v + LANES, tag), x1)
+                    _add(by_query, chunk_at + events[k] * padded + j, x0, x1, wide)
 
 
 @_inline
@@ -390,39 +412,139 @@ def _add(address: Any, offset: Any, x: Any, y: Any, wide: Any) -> None:
     store(address, offset + LANES, load(address, offset + LANES, wide) + y, wide)
 
 
+# --- one after the other on a few tokens at a time, which so stay in the cache ---------------------
+
+
+def _threaded(function: Any) -> Any:
+    return numba.njit(function, parallel=True, fastmath=FAST, error_model="numpy", nogil=True, cache=True)
+
+
+@_threaded
+def _mix(mixed: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        mix(*mixed, part * chunk, min((part + 1) * chunk, tokens))
+
+
+@_threaded
+def _mix_common_mix(common: Any, mixed: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        mix_common(*common, part * chunk, min((part + 1) * chunk, tokens))
+        mix(*mixed, part * chunk, min((part + 1) * chunk, tokens))
+
+
+@_threaded
+def _write(written: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        write(*written, part * chunk, min((part + 1) * chunk, tokens))
+
+
+@_threaded
+def _write_mix(written: Any, mixed: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
+            stop = min(start + AT_A_TIME, tokens)
+            write(*written, start, stop)
+            mix(*mixed, start, stop)
+
+
+@_threaded
+def _write_mix_common_mix(written: Any, common: Any, mixed: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
+            stop = min(start + AT_A_TIME, tokens)
+            write(*written, start, stop)
+            mix_common(*common, start, stop)
+            mix(*mixed, start, stop)
+
+
+@_threaded
+def _keep(kept: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        keep_gradient(*kept, part * chunk, min((part + 1) * chunk, tokens))
+
+
+@_threaded
+def _pull(pulled: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        pull(*pulled, part * chunk, min((part + 1) * chunk, tokens))
+
+
+@_threaded
+def _keep_pull(kept: Any, pulled: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
+            stop = min(start + AT_A_TIME, tokens)
+            keep_gradient(*kept, start, stop)
+            pull(*pulled, start, stop)
+
+
+@_threaded
+def _keep_pull_pull(kept: Any, common: Any, pulled: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
+            stop = min(start + AT_A_TIME, tokens)
+            keep_gradient(*kept, start, stop)
+            pull(*common, start, stop)
+            pull(*pulled, start, stop)
+
+
+_STEPS = {
+    ("mix",): _mix,
+    ("mix_common", "mix"): _mix_common_mix,
+    ("write",): _write,
+    ("write", "mix"): _write_mix,
+    ("write", "mix_common", "mix"): _write_mix_common_mix,
+    ("keep",): _keep,
+    ("pull",): _pull,
+    ("keep", "pull"): _keep_pull,
+    ("keep", "pull", "pull"): _keep_pull_pull,
+}
+"""The kernel for some steps after one another."""
+
 # --- the memory of a pass -------------------------------------------------------------------------
 
 
 CHUNK = 128
 """Tokens whose part of the queries' gradient is summed by one thread, at least."""
 
+APART = 80
+"""Numbers between rows, so that those of one token do not fall on each other in a cache."""
+
 CHUNKS = 64
 """Such parts, at most."""
 
 Index = np.ndarray
+_Step = tuple[str, tuple[Any, ...]]
+"""What a kernel does, and its arguments."""
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Some rows, as kernels take them: where their numbers, scores and norms are."""
+    """Some rows, as kernels take them, and where their scores are."""
 
-    places: Index
+    rows: Index
     columns: Index
-    slots: Index
+    segments: Index
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The plan in numbers; `padded` is the width of a row."""
+    """The plan in numbers, for so many tokens."""
 
     plan: Plan
-    padded: int
+    tokens: int
+
+    def begin(self, row: int) -> int:
+        """Where the scores of a row are."""
+        return self.plan.columns[row] * self.tokens + row * APART
 
     def rows(self, rows: Sequence[int], reads: Sequence[int]) -> _Rows:
         """With the columns of their scores for the first of `reads`."""
-        slots = [self.plan.slots[row] for row in rows]
-        columns = [self.plan.column(row, reads[0]) if reads else 0 for row in rows]
-        return _Rows(_integers([slot * self.padded for slot in slots]), _integers(columns), _integers(slots))
+        begins = [self.plan.columns[row] for row in rows]
+        segments = [self.plan.columns[row + 1] - begin for row, begin in zip(rows, begins, strict=True)]
+        behind = [self.plan.column(row, reads[0]) - begin if reads else 0 for row, begin in zip(rows, begins, strict=True)]
+        columns = [self.begin(row) + column for row, column in zip(rows, behind, strict=True)]
+        return _Rows(_integers(rows), _integers(columns), _integers(segments))
 
     @cached_property
     def mixing(self) -> dict[int, tuple[int, Group, _Rows | None, _Rows]]:
@@ -447,142 +569,197 @@ class _Layout:
 
 
 @lru_cache(maxsize=64)
-def _layout(plan: Plan, padded: int) -> _Layout:
-    return _Layout(plan, padded)
+def _layout(plan: Plan, tokens: int) -> _Layout:
+    return _Layout(plan, tokens)
 
 
 def _integers(numbers: Sequence[int]) -> Index:
     return np.array(numbers, dtype=np.int64)
 
 
+class _Tensors:
+    """Tensors [T, d] one by one, and where each begins, in numbers from address 0."""
+
+    def __init__(self, count: int) -> None:
+        self.kept: list[Tensor | None] = [None] * count
+        self.versions = [0] * count
+        self.places = np.zeros(count, dtype=np.int64)
+
+    def keep(self, number: int, tensor: Tensor) -> None:
+        self.kept[number], self.versions[number], self.places[number] = tensor, tensor._version, _place(tensor)
+
+    def drop(self, number: int) -> None:
+        self.kept[number] = None
+
+    def require_unchanged(self, number: int) -> None:
+        tensor = self.kept[number]
+        if tensor is not None and tensor._version != self.versions[number]:
+            raise UserError(
+                "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps "
+                "it; change a copy of it"
+            )
+
+
+def _place(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr() // tensor.itemsize
+
+
 class CpuHistory:
-    """Rows, scores and gradients of one pass, and what is computed from them. `queries` [L, d]; T tokens of `like`."""
+    """Rows, scores and gradients of one pass, and what is computed from them. `queries` [L, d]; T tokens of `like`.
+
+    Tensors are kept as they come where their width is whole tiles, and copied to padded ones where not.
+    """
 
     name = "numba"
 
     def __init__(self, plan: Plan, like: Tensor, queries: Tensor, eps: float, normed: bool) -> None:
         self.tokens, self.width = like.shape
         self.padded = -(-self.width // TILE) * TILE
-        self.plan, self.layout, self.normed = plan, _layout(plan, self.padded), normed
+        self.apart = self.tokens * self.padded + APART
+        self.chunk = max(CHUNK, -(-self.tokens // (CHUNKS * TOGETHER)) * TOGETHER)
+        self.plan, self.layout, self.normed = plan, _layout(plan, self.tokens), normed
         self.dtype = like.dtype
         self.exact = torch.float64 if like.dtype == torch.float64 else torch.float32
         self.tag, self.wide = tag_of(self.dtype), tag_of(self.exact)
         self.eps = self.wide.dtype.type(eps)
-        slots, reads = max(plan.slots) + 1, len(plan.reads)
-        self.rows = like.new_empty(self.tokens, slots, self.padded)
-        self.scores = self._empty(self.tokens, plan.columns[-1] + LANES)
-        self.scale = self._empty(self.tokens, slots).numpy()
-        self.logs = self._empty(self.tokens, reads).fill_(torch.inf).numpy()
+        self.rows = _Tensors(len(plan.joins))
+        self.scores = self._empty(self.layout.begin(len(plan.joins)) + LANES)
+        self.scale = self._empty(len(plan.joins), self.tokens).numpy()
+        self.logs = self._empty(len(plan.reads), self.tokens).fill_(torch.inf).numpy()
         self.queries = F.pad(queries.to(self.exact), (0, self.padded - self.width)).contiguous()
         self.across = F.pad(self.queries.T, (0, TILE + LANES)).contiguous()
         self.none = self._empty(0, 0)
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None
         """A group of reads and what is summed for it: largest scores, sums of exponentials, sums of rows."""
+        self.waiting: tuple[_Step, tuple[Tensor | None, ...]] | None = None
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.exact)
 
+    def _own(self, tensor: Tensor) -> Tensor:
+        """`tensor` itself where kernels can take it, else a place for its copy."""
+        return tensor if self.width == self.padded else tensor.new_empty(self.tokens, self.padded)
+
     def write(self, row: int, update: Tensor) -> None:
         """`update` [T, d] becomes a row, added to the row before where the plan says so."""
-        before = self.plan.slots[row - 1] * self.padded if self.plan.joins[row] else -1
         readers = self.plan.readers[row]
         if readers[-1] - readers[0] + 1 == len(readers):
             queries, first_query = self.across, readers[0]
         else:
             queries, first_query = F.pad(self.across[:, list(readers)], (0, TILE + LANES)).contiguous(), 0
         update = update.contiguous()
-        slot = self.plan.slots[row]
-        spread(
-            write, self.tokens, CHUNK, update.data_ptr(), self.width, before, self.rows.data_ptr(),
-            self.rows.stride(0), slot * self.padded, self.padded, queries.data_ptr() + first_query * queries.itemsize,
-            queries.shape[1], len(readers), self.scores.data_ptr(), self.scores.stride(0), self.plan.columns[row],
-            self.scale, slot, self.normed, self.eps, self.tag, self.wide,
-        )  # fmt: skip
+        before = self.rows.kept[row - 1] if self.plan.joins[row] else None
+        kept = self._own(update) if before is None else update.new_empty(self.tokens, self.padded)
+        self.rows.keep(row, kept)
+        self._wait((update, before, queries), "write", (
+            _place(update), self.width, -1 if before is None else _place(before), _place(kept), self.padded,
+            queries.data_ptr() + first_query * queries.itemsize, queries.shape[1], len(readers),
+            self.scores.data_ptr(), self.layout.begin(row), self.plan.columns[row + 1] - self.plan.columns[row],
+            self.scale, row, self.normed, self.eps, self.tag, self.wide,
+        ))  # fmt: skip
+        for spent in self.plan.spent[row]:
+            self.rows.drop(spent)
 
     def mix(self, read: int) -> Tensor:
         """h [T, d] of a read, in float32 or float64."""
         number, group, common, own = self.layout.mixing[read]
+        steps: list[_Step] = []
         if common is None:
             number, sums = -1, (self.none, self.none, self.none)
+        elif self.begun is not None and self.begun[0] is group:
+            sums = self.begun[1:]
         else:
-            sums = self._begun(group, common)
+            parts = self._empty(LANES, self.apart) if self.begun is None else self.begun[3]
+            sums = self._empty(self.tokens, LANES), self._empty(self.tokens, LANES), parts
+            self.begun = group, *sums
+            steps.append(("mix_common", (
+                self.rows.places[common.rows], self.padded, self.scores.data_ptr(), common.columns, common.segments,
+                self.scale, common.rows, len(group.members), *(part.data_ptr() for part in sums), self.apart,
+                self.tag, self.wide,
+            )))  # fmt: skip
         out = self._empty(self.tokens, self.width)
-        spread(
-            mix, self.tokens, CHUNK, self.rows.data_ptr(), self.rows.stride(0), own.places, self.padded,
-            self.scores.data_ptr(), self.scores.stride(0), own.columns, self.scale, own.slots,
-            number, sums[0].numpy(), sums[1].numpy(), sums[2].data_ptr(), out.data_ptr(), self.width,
+        steps.append(("mix", (
+            self.rows.places[own.rows], self.padded, self.scores.data_ptr(), own.columns, own.segments, self.scale,
+            own.rows, number, sums[0].numpy(), sums[1].numpy(), sums[2].data_ptr(), self.apart, _place(out), self.width,
             self.logs, read, self.tag, self.wide,
-        )  # fmt: skip
+        )))  # fmt: skip
+        self._run(steps)
         return out
 
-    def _begun(self, group: Group, common: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-        if self.begun is None or self.begun[0] is not group:
-            largest, sums = self._empty(self.tokens, LANES), self._empty(self.tokens, LANES)
-            parts = self._empty(self.tokens, LANES, self.padded) if self.begun is None else self.begun[3]
-            spread(
-                mix_common, self.tokens, CHUNK, self.rows.data_ptr(), self.rows.stride(0), common.places, self.padded,
-                self.scores.data_ptr(), self.scores.stride(0), common.columns, self.scale, common.slots,
-                len(group.members), largest.data_ptr(), sums.data_ptr(), parts.data_ptr(), self.tag, self.wide,
-            )  # fmt: skip
-            self.begun = group, largest, sums, parts
-        return self.begun[1:]
+    def _wait(self, tensors: tuple[Tensor | None, ...], name: str, arguments: tuple[Any, ...]) -> None:
+        """Leave a step to the next call, which takes it along; until then its tensors are kept."""
+        self._run([])
+        self.waiting = (name, arguments), tensors
 
-    def row(self, row: int) -> Tensor:
-        """A copy of a row, [T, d]."""
-        return self.rows[:, self.plan.slots[row], : self.width].clone()
+    def _run(self, steps: list[_Step]) -> None:
+        """What waits, and then these steps: on a few tokens at a time where there is a kernel for all of them."""
+        tensors = None
+        if self.waiting is not None:
+            step, tensors = self.waiting
+            steps, self.waiting = [step, *steps], None
+        names = tuple(name for name, _ in steps)
+        runs = [steps] if names in _STEPS else [[step] for step in steps]
+        for run in runs:
+            kernel = _STEPS[tuple(name for name, _ in run)]
+            call(kernel, *(arguments for _, arguments in run), self.tokens, self.chunk)
+        del tensors  # not before
+
+    def row(self, row: int) -> Tensor | None:
+        """A copy of a row, [T, d]; None where it is gone."""
+        self._run([])
+        kept = self.rows.kept[row]
+        return None if kept is None else kept[:, : self.width].clone()
 
     # --- backward
 
     def begin_backward(self) -> None:
         """Make room for a backward pass."""
-        self.chunk = max(CHUNK, -(-self.tokens // (CHUNKS * TOGETHER)) * TOGETHER)
+        self._run([])
         reads = len(self.plan.reads)
-        self.gradients = self.rows.new_empty(self.tokens, reads, self.padded)
-        self.means, self.norms = self._empty(self.tokens, reads).numpy(), self._empty(self.tokens, LANES + 1).numpy()
+        self.gradients = _Tensors(reads)
+        self.means, self.norms = self._empty(reads, self.tokens).numpy(), self._empty(LANES + 1, self.tokens).numpy()
         self.by_query = torch.zeros(-(-self.tokens // self.chunk), reads, self.padded, dtype=self.exact)
-        self.begun = self.pulled = None
-        self.pulled_parts = self._empty(self.tokens, LANES, self.padded)
+        self.begun, self.pulled = None, None
+        self.pulled_parts = self._empty(LANES, self.apart)
 
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None:
         """The gradient [T, d] of what `mix` gave for a read."""
         gradient = gradient.contiguous()
-        spread(
-            keep_gradient, self.tokens, CHUNK, gradient.data_ptr(), h.data_ptr(), self.width,
-            self.gradients.data_ptr(), self.gradients.stride(0), read * self.padded, self.padded, self.means, read,
-            self.tag, self.wide, self.wide,
-        )  # fmt: skip
+        kept = self._own(gradient)
+        self.gradients.keep(read, kept)
+        self._wait((gradient, h), "keep", (
+            _place(gradient), _place(h), self.width, _place(kept), self.padded, self.means, read, self.tag, self.wide,
+        ))  # fmt: skip
 
     def receive_nothing(self, read: int) -> None:
         """A read that the loss does not depend on."""
-        self.gradients[:, read] = 0
-        self.means[:, read] = 0
+        self.gradients.keep(read, torch.zeros(self.tokens, self.padded, dtype=self.dtype))
+        self.means[read] = 0
 
     def pull(self, row: int, above: Tensor | None, extra: Tensor | None) -> Tensor:
         """The gradient [T, d] of a row, all its reads' being there; `above` is that of the row that it joined."""
         number, group, together, alone, common, own = self.layout.pulling[row]
-        out = self.rows.new_empty(self.tokens, self.width)
+        out = torch.empty(self.tokens, self.width, dtype=self.dtype)
+        steps = []
+        self.rows.require_unchanged(row)
         if len(common) and self.pulled is not group:
-            self._pull(together, common, -1, None, None, out)
+            steps.append(("pull", self._pulled(together, common, -1, None, None, out)))
             self.pulled = group
-        self._pull(alone, own, number if len(common) else LANES, above, extra, out)
+        steps.append(("pull", self._pulled(alone, own, number if len(common) else LANES, above, extra, out)))
+        self._run(steps)
         return out
 
-    def _pull(
+    def _pulled(
         self, rows: _Rows, reads: Index, begun: int, above: Tensor | None, extra: Tensor | None, out: Tensor
-    ) -> None:
-        spread(
-            pull, self.tokens, self.chunk, self.rows.data_ptr(), self.rows.stride(0), rows.places, self.padded,
-            self.scores.data_ptr(), self.scores.stride(0), rows.columns, self.scale, rows.slots,
-            self.gradients.data_ptr(), self.gradients.stride(0), reads, self.logs, self.means,
-            self.queries.data_ptr(), (self.by_query.data_ptr(), self.by_query.stride(0)),
-            self.pulled_parts.data_ptr(), begun, self.norms, _address(above), _address(extra), out.data_ptr(), self.width,
-            self.normed, self.chunk, self.tag, self.wide,
+    ) -> tuple[Any, ...]:
+        return (
+            self.rows.places[rows.rows], self.padded, self.scores.data_ptr(), rows.columns, rows.segments, self.scale,
+            rows.rows, self.gradients.places[reads], reads, self.logs, self.means, self.queries.data_ptr(),
+            self.by_query.data_ptr(), self.by_query.stride(0), self.pulled_parts.data_ptr(), self.apart, begun,
+            self.norms, _place(above), _place(extra), _place(out), self.width, self.normed, self.chunk,
+            self.tag, self.wide,
         )  # fmt: skip
 
     def query_gradient(self) -> Tensor:
         """[L, d], once all rows are pulled."""
         return self.by_query.sum(0)[:, : self.width]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

@@ -1,4 +1,4 @@
-"""Which rows a pass over the layers reads when, where they lie, and which reads share their rows.
+"""Which rows a pass over the layers reads when, and which reads share their rows.
 
 Row 0 is the embedding, row i + 1 is written by sublayer i; read l is that of sublayer l, the last one the output's.
 Costs are counted in rows, each as large as one activation: they say how much memory is read and written.
@@ -39,7 +39,7 @@ class Plan:
     def of(reads: tuple[tuple[int, ...], ...], joins: tuple[bool, ...], keep: bool) -> "Plan":
         """For reads of the rows `reads[l]`, ascending; row i is added to row i - 1 where `joins[i]`.
 
-        `keep` all rows, for a backward pass; else a row makes room once nobody reads it any more.
+        `keep` all rows, for a backward pass; else a row goes once nobody reads it any more.
         """
         return Plan(reads, joins, keep)
 
@@ -53,16 +53,12 @@ class Plan:
         return tuple(tuple(reads) for reads in found)
 
     @cached_property
-    def slots(self) -> tuple[int, ...]:
-        """Where each row lies."""
-        if self.keep:
-            return tuple(range(len(self.joins)))
-        slots: list[int] = []
-        free: list[int] = []
-        for row in range(len(self.joins)):
-            free += [slots[old] for old in range(row) if max(self.readers[old]) == row - 1]
-            slots.append(free.pop() if free else len(set(slots)))
-        return tuple(slots)
+    def spent(self) -> tuple[tuple[int, ...], ...]:
+        """Of each row, the earlier ones that nobody reads any more once it is written; none where all are kept."""
+        last = [max(readers) for readers in self.readers]
+        return tuple(
+            () if self.keep else tuple(old for old in range(row) if last[old] == row - 1) for row in range(len(last))
+        )
 
     @cached_property
     def columns(self) -> tuple[int, ...]:

@@ -163,7 +163,7 @@ def prefetch(typing: Any, address: Any, offset: Any, tag: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _pointer(builder, arguments[0], arguments[1], tag, _memory(tag))
-        read, keep, data = (ir.Constant(_INT, number) for number in (0, 3, 1))
+        read, keep, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
         _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
         return context.get_dummy_value()
 
