@@ -172,6 +172,16 @@ class Banked(NamedTuple):
         block = -1 if self.count == 1 else (self.count - 2) // self.ends.options.block
         return Sources(values, keys, block, self.ends)
 
+    @property
+    def values(self) -> tuple[Tensor, ...]:
+        """As `Sources.values`."""
+        return self.sources().values
+
+    @property
+    def keys(self) -> tuple[Tensor, ...]:
+        """As `Sources.keys`."""
+        return self.sources().keys
+
 
 KEY_EPS = 1e-6
 """Added to the mean square in every norm of keys, so that a source of zeros has a key of zeros."""

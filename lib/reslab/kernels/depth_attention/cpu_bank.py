@@ -315,10 +315,8 @@ def pull(
                             p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
                             p2, p3 = fma(v, load(0, g2 + j, tag), p2), fma(v, load(0, g3 + j, tag), p3)
                     else:
-                        for j in range(0, padded, TILE):
+                        for j in range(0, padded, LANES):
                             p0 = fma(load(0, v_at + j, tag), load(0, g0 + j, tag), p0)
-                            p1 = fma(load(0, v_at + LANES + j, tag), load(0, g0 + LANES + j, tag), p1)
-                        p0, p1 = p0 + p1, splat(wide)
                     r = splat(scale[slots[i], t])
                     s = first(load(scores, at[i] + t * segments[i] + k, wide), len(events) - k)
                     weight = first(exp(s * r - load(lse, k, wide)), len(events) - k)
@@ -420,86 +418,36 @@ def _threaded(function: Any) -> Any:
 
 
 @_threaded
-def _mix(mixed: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        mix(*mixed, part * chunk, min((part + 1) * chunk, tokens))
-
-
-@_threaded
-def _mix_common_mix(common: Any, mixed: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        mix_common(*common, part * chunk, min((part + 1) * chunk, tokens))
-        mix(*mixed, part * chunk, min((part + 1) * chunk, tokens))
-
-
-@_threaded
-def _write(written: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        write(*written, part * chunk, min((part + 1) * chunk, tokens))
-
-
-@_threaded
-def _write_mix(written: Any, mixed: Any, tokens: Any, chunk: Any) -> None:
+def _forward(
+    writes: Any, written: Any, begins: Any, common: Any, mixes: Any, mixed: Any, tokens: Any, chunk: Any
+) -> None:
+    """Those of `write`, `mix_common` and `mix` that are asked for."""
     for part in numba.prange((tokens + chunk - 1) // chunk):
         for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
             stop = min(start + AT_A_TIME, tokens)
-            write(*written, start, stop)
-            mix(*mixed, start, stop)
+            if writes:
+                write(*written, start, stop)
+            if begins:
+                mix_common(*common, start, stop)
+            if mixes:
+                mix(*mixed, start, stop)
 
 
 @_threaded
-def _write_mix_common_mix(written: Any, common: Any, mixed: Any, tokens: Any, chunk: Any) -> None:
+def _backward(
+    keeps: Any, kept: Any, begins: Any, common: Any, pulls: Any, pulled: Any, tokens: Any, chunk: Any
+) -> None:
+    """Those of `keep_gradient`, and `pull` for a group and for a row, that are asked for."""
     for part in numba.prange((tokens + chunk - 1) // chunk):
         for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
             stop = min(start + AT_A_TIME, tokens)
-            write(*written, start, stop)
-            mix_common(*common, start, stop)
-            mix(*mixed, start, stop)
+            if keeps:
+                keep_gradient(*kept, start, stop)
+            if begins:
+                pull(*common, start, stop)
+            if pulls:
+                pull(*pulled, start, stop)
 
-
-@_threaded
-def _keep(kept: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        keep_gradient(*kept, part * chunk, min((part + 1) * chunk, tokens))
-
-
-@_threaded
-def _pull(pulled: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        pull(*pulled, part * chunk, min((part + 1) * chunk, tokens))
-
-
-@_threaded
-def _keep_pull(kept: Any, pulled: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
-            stop = min(start + AT_A_TIME, tokens)
-            keep_gradient(*kept, start, stop)
-            pull(*pulled, start, stop)
-
-
-@_threaded
-def _keep_pull_pull(kept: Any, common: Any, pulled: Any, tokens: Any, chunk: Any) -> None:
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
-            stop = min(start + AT_A_TIME, tokens)
-            keep_gradient(*kept, start, stop)
-            pull(*common, start, stop)
-            pull(*pulled, start, stop)
-
-
-_STEPS = {
-    ("mix",): _mix,
-    ("mix_common", "mix"): _mix_common_mix,
-    ("write",): _write,
-    ("write", "mix"): _write_mix,
-    ("write", "mix_common", "mix"): _write_mix_common_mix,
-    ("keep",): _keep,
-    ("pull",): _pull,
-    ("keep", "pull"): _keep_pull,
-    ("keep", "pull", "pull"): _keep_pull_pull,
-}
-"""The kernel for some steps after one another."""
 
 # --- the memory of a pass -------------------------------------------------------------------------
 
@@ -514,8 +462,10 @@ CHUNKS = 64
 """Such parts, at most."""
 
 Index = np.ndarray
-_Step = tuple[str, tuple[Any, ...]]
-"""What a kernel does, and its arguments."""
+_Step = tuple[Any, ...]
+"""A kernel's arguments."""
+_Waiting = tuple[_Step, tuple[Tensor | None, ...]]
+"""A step that the next one takes along, and the tensors that it needs until then."""
 
 
 @dataclass(frozen=True)
@@ -631,7 +581,20 @@ class CpuHistory:
         self.none = self._empty(0, 0)
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None
         """A group of reads and what is summed for it: largest scores, sums of exponentials, sums of rows."""
-        self.waiting: tuple[_Step, tuple[Tensor | None, ...]] | None = None
+        self.writing: _Waiting | None = None
+        self.keeping: _Waiting | None = None
+        self._make_nothings()
+
+    def _make_nothings(self) -> None:
+        """Arguments for steps that are not asked for: kernels want some of the right types."""
+        none, zeros, real = np.zeros(0, dtype=np.int64), (0,) * 5, self.none.numpy()
+        kinds = (self.tag, self.wide)
+        self.no_write = (*zeros, *zeros, 0, self.scale, 0, self.normed, self.eps, *kinds)
+        begin = (none, 0, 0, none, none, self.scale, none)
+        self.no_mix_common = (*begin, *zeros, *kinds)
+        self.no_mix = (*begin, 0, real, real, 0, 0, 0, 0, self.logs, 0, *kinds)
+        self.no_keep = (*zeros, real, 0, *kinds)
+        self.no_pull = (*begin, none, none, self.logs, real, *zeros, 0, real, *zeros[:3], 0, self.normed, 0, *kinds)
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.exact)
@@ -651,62 +614,61 @@ class CpuHistory:
         before = self.rows.kept[row - 1] if self.plan.joins[row] else None
         kept = self._own(update) if before is None else update.new_empty(self.tokens, self.padded)
         self.rows.keep(row, kept)
-        self._wait((update, before, queries), "write", (
+        self.flush()
+        self.writing = (
             _place(update), self.width, -1 if before is None else _place(before), _place(kept), self.padded,
             queries.data_ptr() + first_query * queries.itemsize, queries.shape[1], len(readers),
             self.scores.data_ptr(), self.layout.begin(row), self.plan.columns[row + 1] - self.plan.columns[row],
             self.scale, row, self.normed, self.eps, self.tag, self.wide,
-        ))  # fmt: skip
+        ), (update, before, queries)  # fmt: skip
         for spent in self.plan.spent[row]:
             self.rows.drop(spent)
 
     def mix(self, read: int) -> Tensor:
         """h [T, d] of a read, in float32 or float64."""
         number, group, common, own = self.layout.mixing[read]
-        steps: list[_Step] = []
-        if common is None:
-            number, sums = -1, (self.none, self.none, self.none)
-        elif self.begun is not None and self.begun[0] is group:
-            sums = self.begun[1:]
-        else:
+        begins = common is not None and (self.begun is None or self.begun[0] is not group)
+        if begins:
             parts = self._empty(LANES, self.apart) if self.begun is None else self.begun[3]
-            sums = self._empty(self.tokens, LANES), self._empty(self.tokens, LANES), parts
-            self.begun = group, *sums
-            steps.append(("mix_common", (
-                self.rows.places[common.rows], self.padded, self.scores.data_ptr(), common.columns, common.segments,
-                self.scale, common.rows, len(group.members), *(part.data_ptr() for part in sums), self.apart,
-                self.tag, self.wide,
-            )))  # fmt: skip
+            self.begun = group, self._empty(self.tokens, LANES), self._empty(self.tokens, LANES), parts
+        sums = (self.none, self.none, self.none) if common is None or self.begun is None else self.begun[1:]
+        shared = own if common is None else common
         out = self._empty(self.tokens, self.width)
-        steps.append(("mix", (
+        self._forward(begins, (
+            self.rows.places[shared.rows], self.padded, self.scores.data_ptr(), shared.columns, shared.segments,
+            self.scale, shared.rows, len(group.members), *(part.data_ptr() for part in sums), self.apart,
+            self.tag, self.wide,
+        ), (
             self.rows.places[own.rows], self.padded, self.scores.data_ptr(), own.columns, own.segments, self.scale,
-            own.rows, number, sums[0].numpy(), sums[1].numpy(), sums[2].data_ptr(), self.apart, _place(out), self.width,
-            self.logs, read, self.tag, self.wide,
-        )))  # fmt: skip
-        self._run(steps)
+            own.rows, -1 if common is None else number, sums[0].numpy(), sums[1].numpy(), sums[2].data_ptr(), self.apart,
+            _place(out), self.width, self.logs, read, self.tag, self.wide,
+        ))  # fmt: skip
         return out
 
-    def _wait(self, tensors: tuple[Tensor | None, ...], name: str, arguments: tuple[Any, ...]) -> None:
-        """Leave a step to the next call, which takes it along; until then its tensors are kept."""
-        self._run([])
-        self.waiting = (name, arguments), tensors
+    def _forward(self, begins: bool, common: _Step, mixed: _Step | None = None) -> None:
+        """A read, and the write that waits for it."""
+        waiting, self.writing = self.writing, None
+        written = self.no_write if waiting is None else waiting[0]
+        mixes = mixed is not None
+        call(_forward, waiting is not None, written, begins, common, mixes, mixed or self.no_mix, self.tokens, self.chunk)
 
-    def _run(self, steps: list[_Step]) -> None:
-        """What waits, and then these steps: on a few tokens at a time where there is a kernel for all of them."""
-        tensors = None
-        if self.waiting is not None:
-            step, tensors = self.waiting
-            steps, self.waiting = [step, *steps], None
-        names = tuple(name for name, _ in steps)
-        runs = [steps] if names in _STEPS else [[step] for step in steps]
-        for run in runs:
-            kernel = _STEPS[tuple(name for name, _ in run)]
-            call(kernel, *(arguments for _, arguments in run), self.tokens, self.chunk)
-        del tensors  # not before
+    def _backward(self, begins: bool, common: _Step, pulled: _Step | None = None) -> None:
+        """The gradient of a row, and what waits for it: that of a read is kept."""
+        waiting, self.keeping = self.keeping, None
+        kept = self.no_keep if waiting is None else waiting[0]
+        pulls = pulled is not None
+        call(_backward, waiting is not None, kept, begins, common, pulls, pulled or self.no_pull, self.tokens, self.chunk)
+
+    def flush(self) -> None:
+        """Do what waits for a next step."""
+        if self.writing is not None:
+            self._forward(False, self.no_mix_common)
+        if self.keeping is not None:
+            self._backward(False, self.no_pull)
 
     def row(self, row: int) -> Tensor | None:
         """A copy of a row, [T, d]; None where it is gone."""
-        self._run([])
+        self.flush()
         kept = self.rows.kept[row]
         return None if kept is None else kept[:, : self.width].clone()
 
@@ -714,7 +676,7 @@ class CpuHistory:
 
     def begin_backward(self) -> None:
         """Make room for a backward pass."""
-        self._run([])
+        self.flush()
         reads = len(self.plan.reads)
         self.gradients = _Tensors(reads)
         self.means, self.norms = self._empty(reads, self.tokens).numpy(), self._empty(LANES + 1, self.tokens).numpy()
@@ -727,9 +689,10 @@ class CpuHistory:
         gradient = gradient.contiguous()
         kept = self._own(gradient)
         self.gradients.keep(read, kept)
-        self._wait((gradient, h), "keep", (
+        self.flush()
+        self.keeping = (
             _place(gradient), _place(h), self.width, _place(kept), self.padded, self.means, read, self.tag, self.wide,
-        ))  # fmt: skip
+        ), (gradient, h)  # fmt: skip
 
     def receive_nothing(self, read: int) -> None:
         """A read that the loss does not depend on."""
@@ -740,13 +703,12 @@ class CpuHistory:
         """The gradient [T, d] of a row, all its reads' being there; `above` is that of the row that it joined."""
         number, group, together, alone, common, own = self.layout.pulling[row]
         out = torch.empty(self.tokens, self.width, dtype=self.dtype)
-        steps = []
         self.rows.require_unchanged(row)
-        if len(common) and self.pulled is not group:
-            steps.append(("pull", self._pulled(together, common, -1, None, None, out)))
+        begins = len(common) > 0 and self.pulled is not group
+        if begins:
             self.pulled = group
-        steps.append(("pull", self._pulled(alone, own, number if len(common) else LANES, above, extra, out)))
-        self._run(steps)
+        first = self._pulled(together, common, -1, None, None, out) if begins else self.no_pull
+        self._backward(begins, first, self._pulled(alone, own, number if len(common) else LANES, above, extra, out))
         return out
 
     def _pulled(

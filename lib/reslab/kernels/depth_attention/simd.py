@@ -163,8 +163,9 @@ def prefetch(typing: Any, address: Any, offset: Any, tag: Any) -> Any:
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         pointer = _pointer(builder, arguments[0], arguments[1], tag, _memory(tag))
+        anything = builder.bitcast(pointer, ir.IntType(8).as_pointer())
         read, keep, data = (ir.Constant(_INT, number) for number in (0, 2, 1))
-        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
+        _call(builder, "llvm.prefetch.p0", ir.VoidType(), [anything, read, keep, data])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, tag), generate
@@ -267,16 +268,16 @@ def total(typing: Any, value: Any) -> Any:
     """The sum of the eight."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _halved(builder, arguments[0])
+        return _summed(builder, arguments[0])
 
     return value.element(value), generate
 
 
-def _halved(builder: Any, value: Any) -> Any:
-    """Sums by halves, so that the order does not depend on the machine."""
+def _summed(builder: Any, value: Any) -> Any:
+    """Neighbours are added, and their sums again, as in `totals`: the order does not depend on the machine."""
     for width in (4, 2, 1):
-        low, high = (ir.Constant(ir.VectorType(_INT, width), list(range(a, a + width))) for a in (0, width))
-        value = builder.fadd(builder.shuffle_vector(value, value, low), builder.shuffle_vector(value, value, high))
+        even, odd = (ir.Constant(ir.VectorType(_INT, width), list(range(a, 2 * width, 2))) for a in (0, 1))
+        value = builder.fadd(builder.shuffle_vector(value, value, even), builder.shuffle_vector(value, value, odd))
     return builder.extract_element(value, ir.Constant(_INT, 0))
 
 
