@@ -8,7 +8,7 @@ result depends on the number of threads. Kernels run without the interpreter's l
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 import numba
@@ -19,9 +19,10 @@ from torch.nn import functional as F
 
 from reslab.kernels.depth_attention.plan import Group, Plan
 from reslab.kernels.depth_attention.simd import (
-    LANES, exp, first, fma, load, load_one, load_part, maximum, prefetch, splat, store, store_part, tag_of, total, totals,
+    FAST, LANES, exp, first, fma, integer, integers, load, load_one, load_part, maximum, prefetch, real, splat, store, store_one,
+    store_part, tag_of, total, totals,
 )  # fmt: skip
-from reslab.kernels.depth_attention.threads import call
+from reslab.kernels.depth_attention.threads import call, entry
 from reslab.schema import UserError
 
 __all__ = ["CpuHistory"]
@@ -32,15 +33,9 @@ TILE = 2 * LANES
 TOGETHER = 16
 """Tokens whose part of the queries' gradient is summed before it goes to memory."""
 
-AT_A_TIME = 64
-"""Tokens that go through several kernels before the next ones do."""
-
-FAST = {"reassoc", "contract", "arcp", "nsz"}
-"""All that lets sums be reordered, and nothing that assumes away infinities."""
-
-
-def _kernel(function: Any) -> Any:
-    return numba.njit(function, fastmath=FAST, error_model="numpy", nogil=True, cache=True)
+tag: Any = None
+wide: Any = None
+"""The format of rows, and that of arithmetic: `_entries` compiles a kernel for each, where they are constants."""
 
 
 def _inline(function: Any) -> Any:
@@ -63,19 +58,18 @@ def _put(row: Any, j: Any, width: Any, value: Any, tag: Any) -> None:
         store_part(0, row + j, max(width - j, 0), value, tag)
 
 
-@_kernel
-def write(
-    source: Any, width: Any, before: Any, place: Any, padded: Any,
-    queries: Any, across: Any, count: Any, scores: Any, at: Any, segment: Any,
-    scale: Any, slot: Any, normed: Any, eps: Any, tag: Any, wide: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def write(arguments: Any, start: Any, stop: Any) -> None:
     """Row `place` becomes `source` [T, d], added to row `before` unless that is -1; its scores for `count` queries.
 
     Nothing is copied where `source` is `place`. `queries` [d, L] across; scores go to [T, segment] at `at`, 1/rms to
     `scale` [R, T].
     """
-    memory = np.empty((4, padded), scale.dtype)
+    (
+        source, width, before, place, padded, queries, across, count, scores, at, segment, scale, slot, normed, eps, tokens
+    ) = integers(arguments, 16)  # fmt: skip
+    memory = np.empty(4 * padded)
     row = memory.ctypes.data
+    one = wide + np.float32(1)
     for t in range(start, stop, 4):
         here = min(4, stop - t)
         for u in range(here):
@@ -90,9 +84,10 @@ def write(
                 store(row, u * padded + j, value, wide)
                 squares = fma(value, value, squares)
             if normed:
-                scale[slot, t + u] = 1 / np.sqrt(total(squares) / scale.dtype.type(width) + eps)
+                mean = total(squares) / real(width, wide)
+                store_one(scale, slot * tokens + t + u, one / np.sqrt(mean + load_one(eps, 0, wide)), wide)
             else:
-                scale[slot, t + u] = 1
+                store_one(scale, slot * tokens + t + u, one, wide)
         for q in range(0, count, TILE):
             a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(wide)
             for j in range(width):
@@ -124,28 +119,27 @@ def write(
                     store(scores, to + 3 * segment + LANES, d1, wide)
 
 
-@_kernel
-def mix_common(
-    places: Any, padded: Any, scores: Any, at: Any, segments: Any, scale: Any, slots: Any,
-    queries: Any, largest: Any, sums: Any, parts: Any, apart: Any, tag: Any, wide: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def mix_common(arguments: Any, start: Any, stop: Any) -> None:
     """For up to eight queries at once, of the rows they all read: the largest score, and, relative to it, sums of
     exponentials and of rows weighted by them: [T, 8], [T, 8], [T, 8, d]."""
-    memory = np.empty((len(places), LANES), scale.dtype)
+    (
+        places, rows, padded, scores, at, segments, scale, slots, queries, largest, sums, parts, apart, tokens
+    ) = integers(arguments, 14)  # fmt: skip
+    memory = np.empty(rows * LANES)
     a = memory.ctypes.data
     for t in range(start, stop):
         ahead = min(t + 1, stop - 1)
-        for i in range(len(places)):
-            prefetch(scores, at[i] + ahead * segments[i], wide)
+        for i in range(rows):
+            prefetch(scores, integer(at, i) + ahead * integer(segments, i), wide)
             for j in range(0, padded, 16):
-                prefetch(0, places[i] + ahead * padded + j, tag)
-        top = splat(scale.dtype.type(-np.inf))
-        for i in range(len(places)):
-            score = load(scores, at[i] + t * segments[i], wide) * splat(scale[slots[i], t])
+                prefetch(0, integer(places, i) + ahead * padded + j, tag)
+        top = splat(wide - np.float32(np.inf))
+        for i in range(rows):
+            score = load(scores, integer(at, i) + t * integer(segments, i), wide) * splat(load_one(scale, integer(slots, i) * tokens + t, wide))
             store(a, i * LANES, score, wide)
             top = maximum(score, top)
         weight = splat(wide)
-        for i in range(len(places)):
+        for i in range(rows):
             e = exp(load(a, i * LANES, wide) - top)
             store(a, i * LANES, e, wide)
             weight = weight + e
@@ -154,8 +148,8 @@ def mix_common(
         for q in range(0, queries, 4):
             for j in range(0, padded, TILE):
                 a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(wide)
-                for i in range(len(places)):
-                    at_row = places[i] + t * padded + j
+                for i in range(rows):
+                    at_row = integer(places, i) + t * padded + j
                     x, y = load(0, at_row, tag), load(0, at_row + LANES, tag)
                     k = splat(load_one(a, i * LANES + q, wide))
                     a0, a1 = fma(k, x, a0), fma(k, y, a1)
@@ -176,33 +170,32 @@ def mix_common(
                 store(parts, to + 3 * far + LANES, d1, wide)
 
 
-@_kernel
-def mix(
-    places: Any, padded: Any, scores: Any, at: Any, segments: Any, scale: Any, slots: Any,
-    begun: Any, largest: Any, sums: Any, parts: Any, apart: Any, out: Any, width: Any, logs: Any, query: Any,
-    tag: Any, wide: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def mix(arguments: Any, start: Any, stop: Any) -> None:
     """h [T, d] of one query, to `out`, and ln sum exp s, to column `query` of `logs` [T, L].
 
     Of the rows at `places`, and of those that `mix_common` has summed for query `begun` of eight, unless that is -1.
     """
-    count = len(places)
-    memory = np.empty(count + LANES, scale.dtype)
+    (
+        places, count, padded, scores, at, segments, scale, slots, begun, largest, sums, parts, apart, out, width,
+        logs, query, tokens
+    ) = integers(arguments, 18)  # fmt: skip
+    one = wide + np.float32(1)
+    memory = np.empty(count + LANES)
     a = memory.ctypes.data
     for t in range(start, stop):
         ahead = min(t + 2, stop - 1)
         for i in range(count):
             for j in range(0, padded, 16):
-                prefetch(0, places[i] + ahead * padded + j, tag)
+                prefetch(0, integer(places, i) + ahead * padded + j, tag)
         if begun >= 0:
             for j in range(0, padded, 16):
                 prefetch(parts, begun * apart + ahead * padded + j, wide)
-        top = scale.dtype.type(-np.inf)
+        top = wide - np.float32(np.inf)
         if begun >= 0:
-            top = largest[t, begun]
+            top = load_one(largest, t * LANES + begun, wide)
         for i in range(count):
-            score = load_one(scores, at[i] + t * segments[i], wide) * scale[slots[i], t]
-            memory[i] = score
+            score = load_one(scores, integer(at, i) + t * integer(segments, i), wide) * load_one(scale, integer(slots, i) * tokens + t, wide)
+            store_one(a, i, score, wide)
             if not score <= top:
                 top = score
         weight = splat(wide)
@@ -210,13 +203,13 @@ def mix(
             e = first(exp(load(a, i, wide) - splat(top)), count - i)
             store(a, i, e, wide)
             weight = weight + e
-        share = scale.dtype.type(0)
+        share = wide
         whole = total(weight)
         if begun >= 0:
-            share = np.exp(largest[t, begun] - top)
-            whole += share * sums[t, begun]
-        logs[query, t] = top + np.log(whole)
-        inverse = scale.dtype.type(1) / whole
+            share = np.exp(load_one(largest, t * LANES + begun, wide) - top)
+            whole += share * load_one(sums, t * LANES + begun, wide)
+        store_one(logs, query * tokens + t, top + np.log(whole), wide)
+        inverse = one / whole
         for i in range(0, count, LANES):
             store(a, i, load(a, i, wide) * splat(inverse), wide)
         share *= inverse
@@ -227,19 +220,18 @@ def mix(
                 k = splat(share)
                 x, y = k * load(parts, part, wide), k * load(parts, part + LANES, wide)
             for i in range(count):
-                at_row = places[i] + t * padded + j
+                at_row = integer(places, i) + t * padded + j
                 k = splat(load_one(a, i, wide))
                 x, y = fma(k, load(0, at_row, tag), x), fma(k, load(0, at_row + LANES, tag), y)
             _put(out + t * width, j, width, x, wide)
             _put(out + t * width, j + LANES, width, y, wide)
 
 
-@_kernel
-def keep_gradient(
-    source: Any, h: Any, width: Any, place: Any, padded: Any, means: Any, query: Any,
-    tag: Any, wide: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
     """g [T, d] into its row, unless it is there, and <g, h> into row `query` of `means` [L, T]."""
+    (
+        source, h, width, place, padded, means, query, tokens
+    ) = integers(arguments, 8)  # fmt: skip
     for t in range(start, stop):
         product = splat(wide)
         for j in range(0, padded, LANES):
@@ -247,16 +239,10 @@ def keep_gradient(
             if source != place:
                 store(0, place + t * padded + j, g, tag)
             product = fma(g, _take(h + t * width, j, width, wide), product)
-        means[query, t] = total(product)
+        store_one(means, query * tokens + t, total(product), wide)
 
 
-@_kernel
-def pull(
-    places: Any, padded: Any, scores: Any, at: Any, segments: Any, scale: Any, slots: Any,
-    sources: Any, events: Any, logs: Any, means: Any, queries: Any, by_query: Any, by_chunk: Any,
-    parts: Any, apart: Any, begun: Any, norms: Any, above: Any, extra: Any, out: Any, width: Any, normed: Any, chunk: Any,
-    tag: Any, wide: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def pull(arguments: Any, start: Any, stop: Any) -> None:
     """What reads `events` add to the gradients of up to eight rows, and these rows to the gradients of the queries.
 
     With a_li = exp(s_li r_i - lse_l) and c_li = a_li (<g_l, v_i> - <g_l, h_l>) r_i:
@@ -264,52 +250,57 @@ def pull(
     Sums go to `parts` [T, 8, d] and `norms` [T, 8]; where `begun` is not -1 there is one row, whose sums of that
     number are completed (begun = 8: nothing is begun), and its gradient goes to `out`, with `above` and `extra` added.
     """
-    count, events_padded = len(places), -(-len(events) // LANES) * LANES
-    real = scale.dtype
-    a_memory, c_memory = np.empty((count + 3, events_padded), real), np.zeros((TOGETHER, 8, events_padded), real)
-    of_events = np.empty((2, events_padded), real)
-    a, c, lse, mean = a_memory.ctypes.data, c_memory.ctypes.data, of_events[0].ctypes.data, of_events[1].ctypes.data
-    last = len(events) - 1
+    (
+        places, count, padded, scores, at, segments, scale, slots, sources, events, reads, logs, means, queries,
+        by_query, by_chunk, parts, apart, begun, norms, above, extra, out, width, normed, chunk, tokens
+    ) = integers(arguments, 27)  # fmt: skip
+    events_padded = (reads + LANES - 1) // LANES * LANES
+    a_memory, c_memory = np.empty((count + 3) * events_padded), np.zeros(TOGETHER * LANES * events_padded)
+    lse_memory, mean_memory = np.empty(events_padded), np.empty(events_padded)
+    a, c, lse, mean = a_memory.ctypes.data, c_memory.ctypes.data, lse_memory.ctypes.data, mean_memory.ctypes.data
+    last = reads - 1
     for block in range(start, stop, TOGETHER):
         here = min(TOGETHER, stop - block)
         for u in range(here):
             t = block + u
-            for k in range(len(events)):
-                of_events[0, k] = logs[events[k], t]
-                of_events[1, k] = means[events[k], t]
+            for k in range(reads):
+                at_event = integer(events, k) * tokens + t
+                store_one(lse, k, load_one(logs, at_event, wide), wide)
+                store_one(mean, k, load_one(means, at_event, wide), wide)
             for i in range(count):
-                norms[i if begun < 0 else LANES, t] = norms[begun, t] if 0 <= begun < LANES else 0
+                before = load_one(norms, begun * tokens + t, wide) if 0 <= begun < LANES else wide
+                store_one(norms, (i if begun < 0 else LANES) * tokens + t, before, wide)
             base = t * padded
             ahead = min(t + 2, stop - 1)
             if True:
                 for i in range(count):
                     for j in range(0, padded, 16):
-                        prefetch(0, places[i] + ahead * padded + j, tag)
+                        prefetch(0, integer(places, i) + ahead * padded + j, tag)
                 for i in range(count):
-                    for k in range(0, len(events), 16):
-                        prefetch(scores, at[i] + ahead * segments[i] + k, wide)
-                for k in range(len(events)):
+                    for k in range(0, reads, 16):
+                        prefetch(scores, integer(at, i) + ahead * integer(segments, i) + k, wide)
+                for k in range(reads):
                     for j in range(0, padded, 16):
-                        prefetch(0, sources[k] + ahead * padded + j, tag)
+                        prefetch(0, integer(sources, k) + ahead * padded + j, tag)
                 if 0 <= begun < LANES:
                     for j in range(0, padded, 16):
                         prefetch(parts, begun * apart + ahead * padded + j, wide)
-            for k in range(0, len(events), LANES):
-                g0, g1 = base + sources[k], base + sources[min(k + 1, last)]
-                g2, g3 = base + sources[min(k + 2, last)], base + sources[min(k + 3, last)]
-                g4, g5 = base + sources[min(k + 4, last)], base + sources[min(k + 5, last)]
-                g6, g7 = base + sources[min(k + 6, last)], base + sources[min(k + 7, last)]
+            for k in range(0, reads, LANES):
+                g0, g1 = base + integer(sources, k), base + integer(sources, min(k + 1, last))
+                g2, g3 = base + integer(sources, min(k + 2, last)), base + integer(sources, min(k + 3, last))
+                g4, g5 = base + integer(sources, min(k + 4, last)), base + integer(sources, min(k + 5, last))
+                g6, g7 = base + integer(sources, min(k + 6, last)), base + integer(sources, min(k + 7, last))
                 for i in range(count):
                     p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = splat(wide)
-                    v_at = places[i] + t * padded
-                    if len(events) - k > 4:
+                    v_at = integer(places, i) + t * padded
+                    if reads - k > 4:
                         for j in range(0, padded, LANES):
                             v = load(0, v_at + j, tag)
                             p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
                             p2, p3 = fma(v, load(0, g2 + j, tag), p2), fma(v, load(0, g3 + j, tag), p3)
                             p4, p5 = fma(v, load(0, g4 + j, tag), p4), fma(v, load(0, g5 + j, tag), p5)
                             p6, p7 = fma(v, load(0, g6 + j, tag), p6), fma(v, load(0, g7 + j, tag), p7)
-                    elif len(events) - k > 1:
+                    elif reads - k > 1:
                         for j in range(0, padded, LANES):
                             v = load(0, v_at + j, tag)
                             p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
@@ -317,23 +308,24 @@ def pull(
                     else:
                         for j in range(0, padded, LANES):
                             p0 = fma(load(0, v_at + j, tag), load(0, g0 + j, tag), p0)
-                    r = splat(scale[slots[i], t])
-                    s = first(load(scores, at[i] + t * segments[i] + k, wide), len(events) - k)
-                    weight = first(exp(s * r - load(lse, k, wide)), len(events) - k)
+                    r = splat(load_one(scale, integer(slots, i) * tokens + t, wide))
+                    s = first(load(scores, integer(at, i) + t * integer(segments, i) + k, wide), reads - k)
+                    weight = first(exp(s * r - load(lse, k, wide)), reads - k)
                     by_score = weight * (totals(p0, p1, p2, p3, p4, p5, p6, p7) - load(mean, k, wide)) * r
-                    by_score = first(by_score, len(events) - k)
+                    by_score = first(by_score, reads - k)
                     store(a, i * events_padded + k, weight, wide)
                     store(c, (u * 8 + i) * events_padded + k, by_score, wide)
-                    norms[i if begun < 0 else LANES, t] += total(by_score * s)
+                    at_norm = (i if begun < 0 else LANES) * tokens + t
+                    store_one(norms, at_norm, load_one(norms, at_norm, wide) + total(by_score * s), wide)
             if begun < 0:
                 for i in range(0, count, 4):
                     a_at, c_at = i * events_padded, (u * 8 + i) * events_padded
                     for j in range(0, padded, TILE):
                         x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
-                        for k in range(len(events)):
-                            g = base + sources[k] + j
+                        for k in range(reads):
+                            g = base + integer(sources, k) + j
                             g0, g1 = load(0, g, tag), load(0, g + LANES, tag)
-                            q = events[k] * padded + j
+                            q = integer(events, k) * padded + j
                             q0, q1 = load(queries, q, wide), load(queries, q + LANES, wide)
                             f, e = splat(load_one(a, a_at + k, wide)), splat(load_one(c, c_at + k, wide))
                             x0, x1 = fma(e, q0, fma(f, g0, x0)), fma(e, q1, fma(f, g1, x1))
@@ -356,17 +348,17 @@ def pull(
                         store(parts, to + 3 * far, w0, wide)
                         store(parts, to + 3 * far + LANES, w1, wide)
             else:
-                r = scale[slots[0], t]
-                by_norm = real.type(0)
+                r = load_one(scale, integer(slots, 0) * tokens + t, wide)
+                by_norm = wide
                 if normed:
-                    by_norm = -norms[LANES, t] * r * r / real.type(width)
+                    by_norm = -load_one(norms, LANES * tokens + t, wide) * r * r / real(width, wide)
                 for j in range(0, padded, LANES):
-                    x = splat(by_norm) * load(0, places[0] + t * padded + j, tag)
+                    x = splat(by_norm) * load(0, integer(places, 0) + t * padded + j, tag)
                     if begun < LANES:
                         x = x + load(parts, begun * apart + t * padded + j, wide)
-                    for k in range(len(events)):
+                    for k in range(reads):
                         f, e = splat(load_one(a, k, wide)), splat(load_one(c, u * 8 * events_padded + k, wide))
-                        g, q = base + sources[k] + j, events[k] * padded + j
+                        g, q = base + integer(sources, k) + j, integer(events, k) * padded + j
                         x = fma(e, load(queries, q, wide), fma(f, load(0, g, tag), x))
                     if above != 0:
                         x = x + _take(above + t * width, j, width, tag)
@@ -375,11 +367,11 @@ def pull(
                     _put(out + t * width, j, width, x, tag)
         chunk_at = block // chunk * by_chunk
         for i in range(count):
-            for k in range(0, len(events) - 3, 4):
+            for k in range(0, reads - 3, 4):
                 for j in range(0, padded, TILE):
                     x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
                     for u in range(here):
-                        v = places[i] + (block + u) * padded + j
+                        v = integer(places, i) + (block + u) * padded + j
                         v0, v1 = load(0, v, tag), load(0, v + LANES, tag)
                         c_at = (u * 8 + i) * events_padded + k
                         f = splat(load_one(c, c_at, wide))
@@ -390,18 +382,18 @@ def pull(
                         z0, z1 = fma(f, v0, z0), fma(f, v1, z1)
                         f = splat(load_one(c, c_at + 3, wide))
                         w0, w1 = fma(f, v0, w0), fma(f, v1, w1)
-                    _add(by_query, chunk_at + events[k] * padded + j, x0, x1, wide)
-                    _add(by_query, chunk_at + events[k + 1] * padded + j, y0, y1, wide)
-                    _add(by_query, chunk_at + events[k + 2] * padded + j, z0, z1, wide)
-                    _add(by_query, chunk_at + events[k + 3] * padded + j, w0, w1, wide)
-            for k in range(len(events) // 4 * 4, len(events)):
+                    _add(by_query, chunk_at + integer(events, k) * padded + j, x0, x1, wide)
+                    _add(by_query, chunk_at + integer(events, k + 1) * padded + j, y0, y1, wide)
+                    _add(by_query, chunk_at + integer(events, k + 2) * padded + j, z0, z1, wide)
+                    _add(by_query, chunk_at + integer(events, k + 3) * padded + j, w0, w1, wide)
+            for k in range(reads // 4 * 4, reads):
                 for j in range(0, padded, TILE):
                     x0 = x1 = splat(wide)
                     for u in range(here):
-                        v = places[i] + (block + u) * padded + j
+                        v = integer(places, i) + (block + u) * padded + j
                         f = splat(load_one(c, (u * 8 + i) * events_padded + k, wide))
                         x0, x1 = fma(f, load(0, v, tag), x0), fma(f, load(0, v + LANES, tag), x1)
-                    _add(by_query, chunk_at + events[k] * padded + j, x0, x1, wide)
+                    _add(by_query, chunk_at + integer(events, k) * padded + j, x0, x1, wide)
 
 
 @_inline
@@ -410,43 +402,15 @@ def _add(address: Any, offset: Any, x: Any, y: Any, wide: Any) -> None:
     store(address, offset + LANES, load(address, offset + LANES, wide) + y, wide)
 
 
-# --- one after the other on a few tokens at a time, which so stay in the cache ---------------------
+# --- compiled for a format ------------------------------------------------------------------------
 
 
-def _threaded(function: Any) -> Any:
-    return numba.njit(function, parallel=True, fastmath=FAST, error_model="numpy", nogil=True, cache=True)
-
-
-@_threaded
-def _forward(
-    writes: Any, written: Any, begins: Any, common: Any, mixes: Any, mixed: Any, tokens: Any, chunk: Any
-) -> None:
-    """Those of `write`, `mix_common` and `mix` that are asked for."""
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
-            stop = min(start + AT_A_TIME, tokens)
-            if writes:
-                write(*written, start, stop)
-            if begins:
-                mix_common(*common, start, stop)
-            if mixes:
-                mix(*mixed, start, stop)
-
-
-@_threaded
-def _backward(
-    keeps: Any, kept: Any, begins: Any, common: Any, pulls: Any, pulled: Any, tokens: Any, chunk: Any
-) -> None:
-    """Those of `keep_gradient`, and `pull` for a group and for a row, that are asked for."""
-    for part in numba.prange((tokens + chunk - 1) // chunk):
-        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
-            stop = min(start + AT_A_TIME, tokens)
-            if keeps:
-                keep_gradient(*kept, start, stop)
-            if begins:
-                pull(*common, start, stop)
-            if pulls:
-                pull(*pulled, start, stop)
+@cache
+def _entries(dtype: torch.dtype) -> dict[str, int]:
+    """Addresses of the kernels for rows of this format, to be called by `threads.call`."""
+    formats = {"tag": tag_of(dtype), "wide": tag_of(torch.float64 if dtype == torch.float64 else torch.float32)}
+    kernels = {"write": write, "mix_common": mix_common, "mix": mix, "keep": keep_gradient, "pull": pull}
+    return {name: entry(kernel, formats, str(dtype)).address for name, kernel in kernels.items()}
 
 
 # --- the memory of a pass -------------------------------------------------------------------------
@@ -462,10 +426,8 @@ CHUNKS = 64
 """Such parts, at most."""
 
 Index = np.ndarray
-_Step = tuple[Any, ...]
-"""A kernel's arguments."""
-_Waiting = tuple[_Step, tuple[Tensor | None, ...]]
-"""A step that the next one takes along, and the tensors that it needs until then."""
+Step = tuple[str, tuple[int, ...]]
+"""A kernel's name and its arguments."""
 
 
 @dataclass(frozen=True)
@@ -475,6 +437,10 @@ class _Rows:
     rows: Index
     columns: Index
     segments: Index
+
+    @cached_property
+    def addresses(self) -> tuple[int, int]:
+        return _address(self.columns), _address(self.segments)
 
 
 @dataclass(frozen=True)
@@ -550,6 +516,10 @@ class _Tensors:
             )
 
 
+def _address(numbers: Index) -> int:
+    return numbers.ctypes.data
+
+
 def _place(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() // tensor.itemsize
 
@@ -570,31 +540,18 @@ class CpuHistory:
         self.plan, self.layout, self.normed = plan, _layout(plan, self.tokens), normed
         self.dtype = like.dtype
         self.exact = torch.float64 if like.dtype == torch.float64 else torch.float32
-        self.tag, self.wide = tag_of(self.dtype), tag_of(self.exact)
-        self.eps = self.wide.dtype.type(eps)
+        self.entries = _entries(like.dtype)
         self.rows = _Tensors(len(plan.joins))
         self.scores = self._empty(self.layout.begin(len(plan.joins)) + LANES)
-        self.scale = self._empty(len(plan.joins), self.tokens).numpy()
-        self.logs = self._empty(len(plan.reads), self.tokens).fill_(torch.inf).numpy()
+        self.scale = self._empty(len(plan.joins), self.tokens)
+        self.eps = self._empty(1).fill_(eps)
+        self.logs = self._empty(len(plan.reads), self.tokens).fill_(torch.inf)
         self.queries = F.pad(queries.to(self.exact), (0, self.padded - self.width)).contiguous()
         self.across = F.pad(self.queries.T, (0, TILE + LANES)).contiguous()
-        self.none = self._empty(0, 0)
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None
         """A group of reads and what is summed for it: largest scores, sums of exponentials, sums of rows."""
-        self.writing: _Waiting | None = None
-        self.keeping: _Waiting | None = None
-        self._make_nothings()
-
-    def _make_nothings(self) -> None:
-        """Arguments for steps that are not asked for: kernels want some of the right types."""
-        none, zeros, real = np.zeros(0, dtype=np.int64), (0,) * 5, self.none.numpy()
-        kinds = (self.tag, self.wide)
-        self.no_write = (*zeros, *zeros, 0, self.scale, 0, self.normed, self.eps, *kinds)
-        begin = (none, 0, 0, none, none, self.scale, none)
-        self.no_mix_common = (*begin, *zeros, *kinds)
-        self.no_mix = (*begin, 0, real, real, 0, 0, 0, 0, self.logs, 0, *kinds)
-        self.no_keep = (*zeros, real, 0, *kinds)
-        self.no_pull = (*begin, none, none, self.logs, real, *zeros, 0, real, *zeros[:3], 0, self.normed, 0, *kinds)
+        self.waiting: tuple[Step, tuple[Any, ...]] | None = None
+        """A step that the next one takes along, and what it needs until then."""
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.exact)
@@ -614,57 +571,62 @@ class CpuHistory:
         before = self.rows.kept[row - 1] if self.plan.joins[row] else None
         kept = self._own(update) if before is None else update.new_empty(self.tokens, self.padded)
         self.rows.keep(row, kept)
-        self.flush()
-        self.writing = (
+        self._wait(("write", (
             _place(update), self.width, -1 if before is None else _place(before), _place(kept), self.padded,
             queries.data_ptr() + first_query * queries.itemsize, queries.shape[1], len(readers),
             self.scores.data_ptr(), self.layout.begin(row), self.plan.columns[row + 1] - self.plan.columns[row],
-            self.scale, row, self.normed, self.eps, self.tag, self.wide,
-        ), (update, before, queries)  # fmt: skip
+            self.scale.data_ptr(), row, self.normed, self.eps.data_ptr(), self.tokens,
+        )), update, before, queries)  # fmt: skip
         for spent in self.plan.spent[row]:
             self.rows.drop(spent)
 
     def mix(self, read: int) -> Tensor:
         """h [T, d] of a read, in float32 or float64."""
         number, group, common, own = self.layout.mixing[read]
-        begins = common is not None and (self.begun is None or self.begun[0] is not group)
-        if begins:
-            parts = self._empty(LANES, self.apart) if self.begun is None else self.begun[3]
-            self.begun = group, self._empty(self.tokens, LANES), self._empty(self.tokens, LANES), parts
-        sums = (self.none, self.none, self.none) if common is None or self.begun is None else self.begun[1:]
-        shared = own if common is None else common
+        steps: list[Step] = []
         out = self._empty(self.tokens, self.width)
-        self._forward(begins, (
-            self.rows.places[shared.rows], self.padded, self.scores.data_ptr(), shared.columns, shared.segments,
-            self.scale, shared.rows, len(group.members), *(part.data_ptr() for part in sums), self.apart,
-            self.tag, self.wide,
-        ), (
-            self.rows.places[own.rows], self.padded, self.scores.data_ptr(), own.columns, own.segments, self.scale,
-            own.rows, -1 if common is None else number, sums[0].numpy(), sums[1].numpy(), sums[2].data_ptr(), self.apart,
-            _place(out), self.width, self.logs, read, self.tag, self.wide,
-        ))  # fmt: skip
+        places = self.rows.places[own.rows]
+        if common is None:
+            number, sums = -1, (0, 0, 0)
+        else:
+            if self.begun is None or self.begun[0] is not group:
+                steps.append(self._begin(group, common))
+            assert self.begun is not None
+            sums = tuple(part.data_ptr() for part in self.begun[1:])
+        steps.append(("mix", (
+            _address(places), len(places), self.padded, self.scores.data_ptr(), *own.addresses, self.scale.data_ptr(),
+            _address(own.rows), number, *sums, self.apart, _place(out), self.width, self.logs.data_ptr(), read, self.tokens,
+        )))  # fmt: skip
+        self._run(steps)
         return out
 
-    def _forward(self, begins: bool, common: _Step, mixed: _Step | None = None) -> None:
-        """A read, and the write that waits for it."""
-        waiting, self.writing = self.writing, None
-        written = self.no_write if waiting is None else waiting[0]
-        mixes = mixed is not None
-        call(_forward, waiting is not None, written, begins, common, mixes, mixed or self.no_mix, self.tokens, self.chunk)
+    def _begin(self, group: Group, common: _Rows) -> Step:
+        """Sum what a group of reads has in common."""
+        parts = self._empty(LANES, self.apart) if self.begun is None else self.begun[3]
+        self.begun = group, self._empty(self.tokens, LANES), self._empty(self.tokens, LANES), parts
+        self.begun_places = self.rows.places[common.rows]
+        return "mix_common", (
+            _address(self.begun_places), len(common.rows), self.padded, self.scores.data_ptr(), *common.addresses,
+            self.scale.data_ptr(), _address(common.rows), len(group.members),
+            *(part.data_ptr() for part in self.begun[1:]), self.apart, self.tokens,
+        )  # fmt: skip
 
-    def _backward(self, begins: bool, common: _Step, pulled: _Step | None = None) -> None:
-        """The gradient of a row, and what waits for it: that of a read is kept."""
-        waiting, self.keeping = self.keeping, None
-        kept = self.no_keep if waiting is None else waiting[0]
-        pulls = pulled is not None
-        call(_backward, waiting is not None, kept, begins, common, pulls, pulled or self.no_pull, self.tokens, self.chunk)
+    def _wait(self, step: Step, *needed: Any) -> None:
+        """Leave a step to the next one, which takes it along; `needed` is kept until then."""
+        self.flush()
+        self.waiting = step, needed
+
+    def _run(self, steps: list[Step]) -> None:
+        """What waits, and then these steps, on a few tokens at a time, which so stay in the cache."""
+        waiting, self.waiting = self.waiting, None
+        if waiting is not None:
+            steps = [waiting[0], *steps]
+        if steps:
+            call([(self.entries[name], arguments) for name, arguments in steps], self.tokens, self.chunk)
 
     def flush(self) -> None:
         """Do what waits for a next step."""
-        if self.writing is not None:
-            self._forward(False, self.no_mix_common)
-        if self.keeping is not None:
-            self._backward(False, self.no_pull)
+        self._run([])
 
     def row(self, row: int) -> Tensor | None:
         """A copy of a row, [T, d]; None where it is gone."""
@@ -679,9 +641,10 @@ class CpuHistory:
         self.flush()
         reads = len(self.plan.reads)
         self.gradients = _Tensors(reads)
-        self.means, self.norms = self._empty(reads, self.tokens).numpy(), self._empty(LANES + 1, self.tokens).numpy()
+        self.means, self.norms = self._empty(reads, self.tokens), self._empty(LANES + 1, self.tokens)
         self.by_query = torch.zeros(-(-self.tokens // self.chunk), reads, self.padded, dtype=self.exact)
         self.begun, self.pulled = None, None
+        self.pulling: dict[bool, tuple[Index, Index]] = {}
         self.pulled_parts = self._empty(LANES, self.apart)
 
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None:
@@ -689,10 +652,9 @@ class CpuHistory:
         gradient = gradient.contiguous()
         kept = self._own(gradient)
         self.gradients.keep(read, kept)
-        self.flush()
-        self.keeping = (
-            _place(gradient), _place(h), self.width, _place(kept), self.padded, self.means, read, self.tag, self.wide,
-        ), (gradient, h)  # fmt: skip
+        self._wait(("keep", (
+            _place(gradient), _place(h), self.width, _place(kept), self.padded, self.means.data_ptr(), read, self.tokens,
+        )), gradient, h)  # fmt: skip
 
     def receive_nothing(self, read: int) -> None:
         """A read that the loss does not depend on."""
@@ -704,22 +666,26 @@ class CpuHistory:
         number, group, together, alone, common, own = self.layout.pulling[row]
         out = torch.empty(self.tokens, self.width, dtype=self.dtype)
         self.rows.require_unchanged(row)
-        begins = len(common) > 0 and self.pulled is not group
-        if begins:
+        steps: list[Step] = []
+        if len(common) and self.pulled is not group:
             self.pulled = group
-        first = self._pulled(together, common, -1, None, None, out) if begins else self.no_pull
-        self._backward(begins, first, self._pulled(alone, own, number if len(common) else LANES, above, extra, out))
+            steps.append(self._pull(together, common, -1))
+        steps.append(self._pull(alone, own, number if len(common) else LANES, above, extra, out))
+        self._run(steps)
         return out
 
-    def _pulled(
-        self, rows: _Rows, reads: Index, begun: int, above: Tensor | None, extra: Tensor | None, out: Tensor
-    ) -> tuple[Any, ...]:
-        return (
-            self.rows.places[rows.rows], self.padded, self.scores.data_ptr(), rows.columns, rows.segments, self.scale,
-            rows.rows, self.gradients.places[reads], reads, self.logs, self.means, self.queries.data_ptr(),
-            self.by_query.data_ptr(), self.by_query.stride(0), self.pulled_parts.data_ptr(), self.apart, begun,
-            self.norms, _place(above), _place(extra), _place(out), self.width, self.normed, self.chunk,
-            self.tag, self.wide,
+    def _pull(
+        self, rows: _Rows, reads: Index, begun: int,
+        above: Tensor | None = None, extra: Tensor | None = None, out: Tensor | None = None,
+    ) -> Step:  # fmt: skip
+        places, sources = self.rows.places[rows.rows], self.gradients.places[reads]
+        self.pulling[begun < 0] = places, sources  # kept while the kernel runs
+        return "pull", (
+            _address(places), len(places), self.padded, self.scores.data_ptr(), *rows.addresses, self.scale.data_ptr(),
+            _address(rows.rows), _address(sources), _address(reads), len(reads), self.logs.data_ptr(),
+            self.means.data_ptr(), self.queries.data_ptr(), self.by_query.data_ptr(), self.by_query.stride(0),
+            self.pulled_parts.data_ptr(), self.apart, begun, self.norms.data_ptr(), _place(above), _place(extra),
+            _place(out), self.width, self.normed, self.chunk, self.tokens,
         )  # fmt: skip
 
     def query_gradient(self) -> Tensor:

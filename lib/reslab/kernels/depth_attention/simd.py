@@ -18,11 +18,14 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
-    "LANES", "exp", "fma", "first", "load", "load_one", "load_part", "maximum", "prefetch", "splat", "store", "store_part", "tag_of", "total",
-    "totals",
+    "FAST", "LANES", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part", "maximum", "prefetch",
+    "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
 ]  # fmt: skip
 
 LANES = 8
+
+FAST = {"reassoc", "contract", "arcp", "nsz"}
+"""All that lets sums be reordered, and nothing that assumes away infinities."""
 
 _TAGS = {torch.float32: np.float32, torch.float64: np.float64, torch.bfloat16: np.uint16, torch.float16: np.int16}
 
@@ -55,9 +58,7 @@ def _llvm(element: Any) -> Any:
 
 
 _VECTORS = {element: _Vector(element) for element in (types.float32, types.float64)}
-_FLAGS = ("reassoc", "contract", "arcp", "nsz")
-"""All that lets sums be reordered, and nothing that assumes away infinities."""
-
+_FLAGS = tuple(sorted(FAST))
 _INT = ir.IntType(32)
 
 
@@ -155,6 +156,62 @@ def load_one(typing: Any, address: Any, offset: Any, tag: Any) -> Any:
         return builder.load(_pointer(builder, arguments[0], arguments[1], tag, _number(tag)), align=_bytes(tag))
 
     return _wide(tag).element(types.int64, types.int64, tag), generate
+
+
+@intrinsic
+def integer(typing: Any, address: Any, index: Any) -> Any:
+    """One of the int64 numbers at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load(_pointer(builder, *arguments, types.int64, ir.IntType(64)), align=8)
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def integers(typing: Any, address: Any, count: Any) -> Any:
+    """The first `count` of the int64 numbers at an address, as a tuple."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
+        places = [builder.gep(pointer, [ir.Constant(ir.IntType(64), k)]) for k in range(count.literal_value)]
+        return context.make_tuple(builder, signature.return_type, [builder.load(place) for place in places])
+
+    return types.UniTuple(types.int64, count.literal_value)(types.int64, count), generate
+
+
+@intrinsic
+def real(typing: Any, number: Any, tag: Any) -> Any:
+    """An int64 as the number that arithmetic is in."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.sitofp(arguments[0], _number(tag))
+
+    return _wide(tag).element(types.int64, tag), generate
+
+
+@intrinsic
+def store_one(typing: Any, address: Any, offset: Any, value: Any, tag: Any) -> Any:
+    """One number to memory, of float32 or float64."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        pointer = _pointer(builder, arguments[0], arguments[1], tag, _number(tag))
+        builder.store(arguments[2], pointer, align=_bytes(tag))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, _wide(tag).element, tag), generate
+
+
+@intrinsic
+def jump(typing: Any, kernel: Any, arguments: Any, start: Any, stop: Any) -> Any:
+    """Call what was compiled at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 3)
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 @intrinsic

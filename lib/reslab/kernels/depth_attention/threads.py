@@ -1,13 +1,27 @@
-"""Numba's kernels on as many threads as PyTorch has."""
+"""Numba's kernels, compiled once for good and called on as many threads as PyTorch has.
 
+A kernel takes the address of its int64 arguments and a range of tokens. One small function divides the tokens and jumps
+to kernels by address: linked to them, it would be compiled, with all of them, for every combination.
+"""
+
+import hashlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
+import numpy as np
 import torch
 
-__all__ = ["call"]
+from reslab.kernels.depth_attention.simd import FAST, integer, jump
+
+__all__ = ["call", "entry"]
+
+AT_A_TIME = 64
+"""Tokens that go through several kernels before the next ones do."""
 
 _MOST = numba.get_num_threads()
 """What Numba has started with."""
@@ -16,8 +30,40 @@ _LOCK = threading.Lock()
 """Some of Numba's threading layers serve one caller at a time."""
 
 
-def call(kernel: Callable[..., None], *arguments: Any) -> None:
-    """A kernel that divides its work among threads by `prange`."""
+@cache
+def _digest() -> str:
+    """Of this folder's code. Numba's cache looks at one file only."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def entry(function: Callable[[Any, Any, Any], None], constants: dict[str, Any], name: str) -> Any:
+    """A kernel with an `address`: (address of its arguments, first token, token after the last).
+
+    `constants` take the place of globals; `name` says which they are.
+    """
+    own = FunctionType(function.__code__, function.__globals__ | constants, function.__name__)
+    own.__qualname__ = f"{function.__name__}_{name}_{_digest()}"  # what it is cached under
+    own.__module__ = function.__module__
+    return numba.cfunc("void(int64, int64, int64)", cache=True, fastmath=FAST, error_model="numpy")(own)
+
+
+@numba.njit(parallel=True, nogil=True, cache=True)
+def _spread(steps: Any, arguments: Any, tokens: Any, chunk: Any) -> None:
+    for part in numba.prange((tokens + chunk - 1) // chunk):
+        for start in range(part * chunk, min((part + 1) * chunk, tokens), AT_A_TIME):
+            stop = min(start + AT_A_TIME, min((part + 1) * chunk, tokens))
+            for step in range(len(steps)):
+                jump(steps[step], integer(arguments, step), start, stop)
+
+
+def call(steps: Sequence[tuple[int, tuple[int, ...]]], tokens: int, chunk: int) -> None:
+    """Kernels, by address, each with its arguments, one after the other on a few tokens at a time.
+
+    Threads take whole chunks of tokens.
+    """
+    arguments = [np.array(numbers, dtype=np.int64) for _, numbers in steps]
+    addresses = np.array([numbers.ctypes.data for numbers in arguments])
     with _LOCK:
         numba.set_num_threads(min(torch.get_num_threads(), _MOST))
-        kernel(*arguments)
+        _spread(np.array([address for address, _ in steps]), addresses.ctypes.data, tokens, chunk)
