@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from reslab.models.attention import Attention, KeyValueCache
 from reslab.models.decoder import Decoder
 from reslab.residuals import ConnectionConfig, ResidualSettings, Stack, compile_blocks
-from reslab.residuals.depth_attention import Sources
+from reslab.residuals.depth_attention import Banked, Sources
 from reslab.residuals.value_residual import ValueStream
 from reslab.schema import UserError
 from reslab.surgery import repeated, skipped, swapped
@@ -131,7 +131,7 @@ def streams_seen(model: Decoder) -> list[Tensor]:
             seen.append(value)
         elif isinstance(value, ValueStream):
             seen.append(value.x)  # the values beside it are attention's, in its dtype
-        elif isinstance(value, Sources):
+        elif isinstance(value, Sources | Banked):
             seen.extend(value.values)  # as are the low-rank keys
         else:  # States and Averaged
             for part in value[:1]:
@@ -232,16 +232,32 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
     ("name", "compilations"),
-    [("add", 1), ("layerscale", 1), ("hyper", 1), ("value_residual", 2), ("rescaled", 9), ("attnres full", 9)],
+    [("add", 1), ("layerscale", 1), ("hyper", 1), ("value_residual", 2), ("rescaled", 9), ("attnres naive", 9)],
 )
 def test_every_kind_compiles_without_a_break(name: str, compilations: int, traced: list[Any]) -> None:
-    model = decoder(name, depth=9)  # one more than dynamo compiles by default
+    naive = ConnectionConfig("attnres", kernel="naive")
+    model = decoder(naive if name == "attnres naive" else name, depth=9)  # one more than dynamo compiles by default
     perturbed(model)
     plain = gradients(model)
     compile_blocks(model)
     for a, b in zip(plain, gradients(model), strict=True):
         torch.testing.assert_close(a, b)
     assert len(traced) == compilations
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", ["attnres full", "attnres block"])
+def test_blocks_around_a_bank_compile_in_pieces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads and writes of a bank run as they are; what is between them is compiled."""
+    compile_module = nn.Module.compile
+    monkeypatch.setattr(nn.Module, "compile", lambda self: compile_module(self, backend="aot_eager"))
+    model = decoder(name)
+    perturbed(model)
+    plain = gradients(model)
+    compile_blocks(model)
+    for a, b in zip(plain, gradients(model), strict=True):
+        torch.testing.assert_close(a, b)
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
