@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from reslab.kernels.depth_attention.cpu import inline, put, take
 from reslab.kernels.depth_attention.plan import Group, Plan
 from reslab.kernels.depth_attention.simd import (
     FAST, LANES, exp, first, fma, integer, integers, load, load_one, load_part, maximum, prefetch, real, splat, store, store_one,
@@ -38,26 +39,6 @@ wide: Any = None
 """The format of rows, and that of arithmetic: `_entries` compiles a kernel for each, where they are constants."""
 
 
-def _inline(function: Any) -> Any:
-    return numba.njit(function, fastmath=FAST, error_model="numpy", inline="always")
-
-
-@_inline
-def _take(row: Any, j: Any, width: Any, tag: Any) -> Any:
-    """Eight numbers from column j of a row `width` long; 0 behind its end."""
-    if j + LANES <= width:
-        return load(0, row + j, tag)
-    return load_part(0, row + j, max(width - j, 0), tag)
-
-
-@_inline
-def _put(row: Any, j: Any, width: Any, value: Any, tag: Any) -> None:
-    if j + LANES <= width:
-        store(0, row + j, value, tag)
-    else:
-        store_part(0, row + j, max(width - j, 0), value, tag)
-
-
 def write(arguments: Any, start: Any, stop: Any) -> None:
     """Row `place` becomes `source` [T, d], added to row `before` unless that is -1; its scores for `count` queries.
 
@@ -75,7 +56,7 @@ def write(arguments: Any, start: Any, stop: Any) -> None:
         for u in range(here):
             squares = splat(wide)
             for j in range(0, padded, LANES):
-                value = _take(source + (t + u) * width, j, width, tag)
+                value = take(source + (t + u) * width, j, width, tag)
                 if before >= 0:
                     value = value + load(0, before + (t + u) * padded + j, tag)
                 if source != place:
@@ -223,8 +204,8 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
                 at_row = integer(places, i) + t * padded + j
                 k = splat(load_one(a, i, wide))
                 x, y = fma(k, load(0, at_row, tag), x), fma(k, load(0, at_row + LANES, tag), y)
-            _put(out + t * width, j, width, x, wide)
-            _put(out + t * width, j + LANES, width, y, wide)
+            put(out + t * width, j, width, x, wide)
+            put(out + t * width, j + LANES, width, y, wide)
 
 
 def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
@@ -235,10 +216,10 @@ def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
     for t in range(start, stop):
         product = splat(wide)
         for j in range(0, padded, LANES):
-            g = _take(source + t * width, j, width, tag)
+            g = take(source + t * width, j, width, tag)
             if source != place:
                 store(0, place + t * padded + j, g, tag)
-            product = fma(g, _take(h + t * width, j, width, wide), product)
+            product = fma(g, take(h + t * width, j, width, wide), product)
         store_one(means, query * tokens + t, total(product), wide)
 
 
@@ -361,10 +342,10 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
                         g, q = base + integer(sources, k) + j, integer(events, k) * padded + j
                         x = fma(e, load(queries, q, wide), fma(f, load(0, g, tag), x))
                     if above != 0:
-                        x = x + _take(above + t * width, j, width, tag)
+                        x = x + take(above + t * width, j, width, tag)
                     if extra != 0:
-                        x = x + _take(extra + t * width, j, width, tag)
-                    _put(out + t * width, j, width, x, tag)
+                        x = x + take(extra + t * width, j, width, tag)
+                    put(out + t * width, j, width, x, tag)
         chunk_at = block // chunk * by_chunk
         for i in range(count):
             for k in range(0, reads - 3, 4):
@@ -396,7 +377,7 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
                     _add(by_query, chunk_at + integer(events, k) * padded + j, x0, x1, wide)
 
 
-@_inline
+@inline
 def _add(address: Any, offset: Any, x: Any, y: Any, wide: Any) -> None:
     store(address, offset, load(address, offset, wide) + x, wide)
     store(address, offset + LANES, load(address, offset + LANES, wide) + y, wide)

@@ -62,8 +62,7 @@ def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, 
     """h [T, d] in the sources' dtype, and for the backward pass a, 1/rms and s [T, n] in float32."""
     from reslab.kernels.depth_attention import cpu  # it takes a second to import
 
-    out, *saved = cpu.forward(_wide(query), [_wide(source) for source in sources], eps)
-    return out.to(sources[0].dtype), saved[0], saved[1], saved[2]
+    return cpu.forward(_wide(query), [source.detach() for source in sources], eps)
 
 
 @_forward.register_fake
@@ -80,9 +79,9 @@ def _backward(
     """Gradients of the query [d] and of each source [T, d], in their dtypes."""
     from reslab.kernels.depth_attention import cpu
 
-    wide = [_wide(source) for source in sources]
-    by_query, by_source = cpu.backward(_wide(grad), _wide(query), wide, *saved)
-    return by_query.to(query.dtype), [gradient.to(sources[0].dtype) for gradient in by_source]
+    rows = [source.detach() for source in sources]
+    by_query, by_source = cpu.backward(grad.detach(), _wide(query), rows, *saved)
+    return by_query.to(query.dtype), by_source
 
 
 @_backward.register_fake

@@ -23,8 +23,8 @@ __all__ = ["call", "entry"]
 AT_A_TIME = 64
 """Tokens that go through several kernels before the next ones do."""
 
-_MOST = numba.get_num_threads()
-"""What Numba has started with."""
+_MOST = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
+"""What Numba starts with. Not asked of `get_num_threads`, which starts it; see `call`."""
 
 _LOCK = threading.Lock()
 """Some of Numba's threading layers serve one caller at a time."""
@@ -64,6 +64,9 @@ def call(steps: Sequence[tuple[int, tuple[int, ...]]], tokens: int, chunk: int) 
     """
     arguments = [np.array(numbers, dtype=np.int64) for _, numbers in steps]
     addresses = np.array([numbers.ctypes.data for numbers in arguments])
+    threads = torch.get_num_threads()
     with _LOCK:
-        numba.set_num_threads(min(torch.get_num_threads(), _MOST))
+        numba.set_num_threads(min(threads, _MOST))
         _spread(np.array([address for address, _ in steps]), addresses.ctypes.data, tokens, chunk)
+    if torch.get_num_threads() != threads:  # Numba's OpenMP layer, when it starts, sets what PyTorch shares with it
+        torch.set_num_threads(threads)
