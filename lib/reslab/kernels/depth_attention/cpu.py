@@ -6,7 +6,6 @@ gradients are summed over chunks of fixed size, so that results do not depend on
 """
 
 import math
-import threading
 from typing import Any
 
 import numba
@@ -16,6 +15,8 @@ from numba import carray, types  # type: ignore[attr-defined]
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
+
+from reslab.kernels.depth_attention.threads import call
 
 __all__ = ["backward", "forward"]
 
@@ -27,12 +28,6 @@ FLOAT = np.int64(4)
 
 # All that lets sums be vectorised, and nothing that assumes away infinities.
 FAST = {"reassoc", "contract", "arcp", "nsz"}
-
-_MOST_THREADS = numba.get_num_threads()
-"""What Numba has started with."""
-
-_LOCK = threading.Lock()
-"""Numba's own threads serve one caller at a time."""
 
 
 @intrinsic
@@ -120,10 +115,7 @@ def _addresses(tensors: list[Tensor]) -> np.ndarray:
 
 
 def _run(kernel: Any, *arguments: Any) -> None:
-    """On as many threads as PyTorch has."""
-    with _LOCK:
-        numba.set_num_threads(min(torch.get_num_threads(), _MOST_THREADS))
-        kernel(*(part.numpy() if isinstance(part, Tensor) else part for part in arguments))
+    call(kernel, *(part.numpy() if isinstance(part, Tensor) else part for part in arguments))
 
 
 def forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 
 __all__ = ["call"]
 
-_MOST = numba.get_num_threads()
-"""What Numba has started with."""
+_MOST = numba.config.NUMBA_NUM_THREADS
+"""What Numba starts with. Not asked of `get_num_threads`, which starts it; see `call`."""
 
 _LOCK = threading.Lock()
 """Some of Numba's threading layers serve one caller at a time."""
@@ -18,6 +18,9 @@ _LOCK = threading.Lock()
 
 def call(kernel: Callable[..., None], *arguments: Any) -> None:
     """A kernel that divides its work among threads by `prange`."""
+    threads = torch.get_num_threads()
     with _LOCK:
-        numba.set_num_threads(min(torch.get_num_threads(), _MOST))
+        numba.set_num_threads(min(threads, _MOST))
         kernel(*arguments)
+    if torch.get_num_threads() != threads:  # Numba's OpenMP layer, when it starts, sets what PyTorch shares with it
+        torch.set_num_threads(threads)
