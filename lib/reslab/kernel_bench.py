@@ -17,12 +17,12 @@ Empty: does not apply. Rows of the device that a run does not measure stay as th
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -54,6 +54,8 @@ WARMUP = 2
 """Rounds that are not counted: compilation, memory of the allocator, the optimiser's state."""
 
 Row = dict[str, Any]
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -167,7 +169,7 @@ def read_bandwidth(buffer: Tensor, repeats: int = 10) -> float:
     return buffer.nbytes / (best / 1e3)
 
 
-def _interleaved(arms: Mapping[str, Callable[[], list[float]]], repeats: int) -> dict[str, np.ndarray]:
+def _interleaved(arms: Mapping[Key, Callable[[], list[float]]], repeats: int) -> dict[Key, np.ndarray]:
     """Of each arm the laps in ms, [repeats, laps]; without those that run out of the device's memory."""
     running = dict(arms)
     for name, arm in arms.items():
@@ -178,7 +180,7 @@ def _interleaved(arms: Mapping[str, Callable[[], list[float]]], repeats: int) ->
             del running[name]
             torch.cuda.empty_cache()
     order, shuffled = random.Random(0), list(running)
-    laps: dict[str, list[list[float]]] = {name: [] for name in running}
+    laps: dict[Key, list[list[float]]] = {name: [] for name in running}
     for _ in range(repeats):
         order.shuffle(shuffled)
         for name in shuffled:
@@ -320,23 +322,34 @@ def _step_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]
     if auto == "naive":
         skipped["auto"] = f"reslab has no kernel of whole passes for {sizes.device}: the same as naive"
     for sublayers, width in sizes.steps:
-        arms = _arms(sublayers, auto)
-        trainings = {_name(arm): _Training(sizes, arm, sublayers, width) for arm in arms}
-        laps = _interleaved({name: training.step for name, training in trainings.items()}, repeats)
         weighed = (sublayers, width) in sizes.memory and threads == sizes.threads[0]
-        for arm in arms:
-            row = _row(
-                "step", sizes, sublayers, sizes.batch * sizes.context, width, arm.kind, arm.implementation, threads
-            )
-            row["modelled_bytes"] = arm.modelled(sizes, sublayers, width)
-            row |= _step_measures(laps.get(_name(arm)), laps.get(_name(PRENORM)))
-            if weighed and _name(arm) in laps:
-                row["peak_mb"] = f"{_peak(trainings[_name(arm)]) / 1e6:.1f}"
-            yield row
+        for number, arms in enumerate(_together(sizes, _arms(sublayers, auto))):
+            measures = _measure_steps(sizes, arms, sublayers, width, repeats, weighed)
+            for arm in arms[min(number, 1) :]:  # pre-norm's row once
+                yield _step_row(sizes, arm, sublayers, width, threads) | measures[arm]
 
 
-def _name(arm: _Arm) -> str:
-    return f"{arm.kind} {arm.implementation}"
+def _together(sizes: Sizes, arms: list[_Arm]) -> list[list[_Arm]]:
+    """What takes turns: all; on CUDA each with pre-norm, so that large models fit."""
+    return [arms] if sizes.device == "cpu" else [[PRENORM, arm] for arm in arms if arm != PRENORM]
+
+
+def _measure_steps(
+    sizes: Sizes, arms: list[_Arm], sublayers: int, width: int, repeats: int, weighed: bool
+) -> dict[_Arm, Row]:
+    trainings = {arm: _Training(sizes, arm, sublayers, width) for arm in arms}
+    laps = _interleaved({arm: training.step for arm, training in trainings.items()}, repeats)
+    measures = {arm: _step_measures(laps.get(arm), laps.get(PRENORM)) for arm in arms}
+    for arm in laps if weighed else ():
+        measures[arm]["peak_mb"] = f"{_peak(trainings[arm]) / 1e6:.1f}"
+    return measures
+
+
+def _step_row(sizes: Sizes, arm: _Arm, sublayers: int, width: int, threads: int) -> Row:
+    """Without measurements."""
+    tokens = sizes.batch * sizes.context
+    row = _row("step", sizes, sublayers, tokens, width, arm.kind, arm.implementation, threads)
+    return row | {"modelled_bytes": arm.modelled(sizes, sublayers, width)}
 
 
 def _step_measures(laps: np.ndarray | None, prenorm: np.ndarray | None) -> Row:
@@ -427,10 +440,8 @@ def _unmeasured(sizes: Sizes) -> Iterator[Row]:
         yield row | {"modelled_bytes": bytes_of_read(*shape, sizes.dtype.itemsize)}
     for (sublayers, width), threads in product(sizes.steps, sizes.threads):
         for arm in _arms(sublayers, "auto"):
-            tokens = sizes.batch * sizes.context
-            row = _row("step", sizes, sublayers, tokens, width, arm.kind, arm.implementation, threads)
-            row |= _nothing_for("step", "not measured") | {"modelled_bytes": arm.modelled(sizes, sublayers, width)}
-            weighed = (sublayers, width) in sizes.memory
+            row = _step_row(sizes, arm, sublayers, width, threads) | _nothing_for("step", "not measured")
+            weighed = (sublayers, width) in sizes.memory and threads == sizes.threads[0]
             yield row | {"peak_mb": "not measured" if weighed else ""}
 
 
@@ -459,8 +470,8 @@ def _others(path: Path, device: str, sizes: Sequence[Sizes]) -> list[Row]:
     rows: list[Row] = []
     for other in sizes:
         if other.device != device:
-            kept = known[known["device"] == other.device].to_dict("records")
-            rows += kept or list(_unmeasured(other))
+            kept = known[known["device"] == other.device].to_numpy()
+            rows += [dict(zip(COLUMNS, row, strict=True)) for row in kept] or list(_unmeasured(other))
     return rows
 
 

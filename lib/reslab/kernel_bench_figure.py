@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from reslab import plotting
 from reslab.files import write_atomic
@@ -21,7 +21,7 @@ NUMBERS = (
 
 MARKERS = "osD^vPX*"
 
-STEPS = (1, 1.2, 1.5, 2, 3, 5, 7, 10, 15, 20)
+TICKS = (1, 1.2, 1.5, 2, 3, 5, 7, 10, 15, 20)
 """Ticks of a ratio."""
 
 
@@ -54,48 +54,61 @@ def draw(rows: pd.DataFrame) -> Figure:
 def _draw_reads(axes: Axes, ops: pd.DataFrame, where: str) -> None:
     """Forward and backward over the bytes modelled, on the most threads, with the time that reading them takes."""
     threads = int(ops["threads"].max())
-    chosen = ops[ops["threads"] == threads].sort_values("modelled_bytes")
-    whole = chosen["forward_ms"] + chosen["backward_ms"]
-    megabytes = chosen["modelled_bytes"] / 1e6
-    bandwidth = (chosen["modelled_bytes"] / (whole / 1e3) / chosen["share_of_bandwidth"]).median()
-    roof = np.array([megabytes.min() / 1.3, megabytes.max() * 1.3])
-    axes.plot(roof, roof * 1e9 / bandwidth, ":", color=plotting.COLOURS["control"], label="reading them once")
-    for number, name in enumerate(chosen["implementation"].unique()):
-        mine = chosen["implementation"] == name
-        spread = [whole[mine] * (1 - chosen["ratio_low"][mine]), whole[mine] * (chosen["ratio_high"][mine] - 1)]
-        style = {"color": plotting.colour(name), "marker": MARKERS[number % len(MARKERS)], "markersize": 5}
-        axes.errorbar(megabytes[mine], whole[mine], yerr=np.maximum(spread, 0), label=name, capsize=2, **style)
-    axes.set(xscale="log", yscale="log", ylabel="forward + backward (ms)")
-    axes.set_xlabel(f"bytes modelled, (3n + 2) X (MB); {_count(threads, 'thread')}")
-    axes.set_title(f"One read of n sources ({where})")
-    _plain_ticks(axes)
+    rows = ops[ops["threads"] == threads].sort_values("modelled_bytes")
+    rows["whole"] = rows["forward_ms"] + rows["backward_ms"]
+    shapes = list(zip(rows["sublayers"], rows["tokens"], rows["width"], strict=True))
+    places = list(dict.fromkeys(shapes))
+    rows["at"] = [places.index(shape) for shape in shapes]
+    bandwidth = (rows["modelled_bytes"] / (rows["whole"] / 1e3) / rows["share_of_bandwidth"]).median()
+    each = rows.drop_duplicates("at")
+    grey = plotting.COLOURS["control"]
+    axes.plot(each["at"], each["modelled_bytes"] / bandwidth * 1e3, ":_", color=grey, label="moving these bytes once")
+    for number, (name, mine) in enumerate(rows.groupby("implementation", sort=False)):
+        whole = mine["whole"]
+        spread = np.maximum([whole * (1 - mine["ratio_low"]), whole * (mine["ratio_high"] - 1)], 0)
+        colour, marker = plotting.colour(str(name)), MARKERS[number % len(MARKERS)]
+        axes.errorbar(mine["at"], whole, spread, color=colour, marker=marker, markersize=5, capsize=2, label=str(name))
+    labels = [f"{n:.0f}×{tokens:.0f}×{width:.0f}" for n, tokens, width in places]
+    megabytes = [f"{size / 1e6:.0f} MB" for size in each["modelled_bytes"]]
+    axes.set_xticks(range(len(places)), ["\n".join(pair) for pair in zip(labels, megabytes, strict=True)], fontsize=7)
+    axes.set(xlabel="sources × tokens × width; bytes modelled", ylabel="forward + backward (ms)", yscale="log")
+    axes.margins(x=0.12)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.set_title(f"One read of n sources ({where}, {_count(threads, 'thread')})")
+    _plain_numbers(axes)
     axes.legend()
 
 
 def _draw_steps(axes: Axes, steps: pd.DataFrame, device: str) -> None:
     """Ratio to pre-norm with quartiles; a group of points for each size and number of threads."""
-    sizes = steps[["width", "sublayers", "threads"]].drop_duplicates().sort_values(["width", "sublayers", "threads"])
-    groups = [tuple(int(part) for part in size) for size in sizes.to_numpy()]
-    arms = list(steps[steps["kind"] != "add"].groupby(["kind", "implementation"], sort=False).groups)
-    for number, arm in enumerate(arms):
-        kind, implementation = arm
-        mine = steps[(steps["kind"] == kind) & (steps["implementation"] == implementation)]
-        size_of_row = zip(mine["width"], mine["sublayers"], mine["threads"], strict=True)
-        at = np.array([groups.index(size) for size in size_of_row]) + 0.16 * (number - (len(arms) - 1) / 2)
-        ratio = mine["ratio_to_prenorm"]
-        spread = np.maximum([ratio - mine["ratio_low"], mine["ratio_high"] - ratio], 0)
-        style = {"color": plotting.colour(implementation), "marker": "o" if kind == "full" else "s", "markersize": 5}
-        filled = style["color"] if kind == "full" else "white"
-        label = f"{kind}, {implementation}"
-        axes.errorbar(at, ratio, yerr=spread, linestyle="", capsize=2, label=label, markerfacecolor=filled, **style)
+    sizes = sorted(set(zip(steps["width"], steps["sublayers"], steps["threads"], strict=True)))
+    compared = steps[steps["kind"] != "add"]
+    arms = list(dict.fromkeys(zip(compared["kind"], compared["implementation"], strict=True)))
+    for number, (kind, implementation) in enumerate(arms):
+        mine = compared[(compared["kind"] == kind) & (compared["implementation"] == implementation)]
+        groups = [sizes.index(size) for size in zip(mine["width"], mine["sublayers"], mine["threads"], strict=True)]
+        ratio, colour = mine["ratio_to_prenorm"], plotting.colour(implementation)
+        axes.errorbar(
+            np.array(groups) + 0.16 * (number - (len(arms) - 1) / 2),
+            ratio,
+            np.maximum([ratio - mine["ratio_low"], mine["ratio_high"] - ratio], 0),
+            color=colour,
+            linestyle="",
+            marker="o" if kind == "full" else "s",
+            markersize=5,
+            markerfacecolor=colour if kind == "full" else "white",
+            capsize=2,
+            label=f"{kind}, {implementation}",
+        )
     axes.axhline(1, color=plotting.COLOURS["control"], linestyle=":")
     axes.set_yscale("log")
     highest = max(float(steps["ratio_high"].max()), 1.5)
-    axes.set_yticks([tick for tick in STEPS if tick <= highest * 1.1])
-    axes.set_ylim(min(0.9, 0.95 * float(steps["ratio_low"].min())), highest * 1.5)  # room for the legend
-    _plain_ticks(axes)
-    axes.set_xticks(range(len(groups)), [f"{width}\n{sublayers}\n{threads}" for width, sublayers, threads in groups])
-    axes.set_xlim(-0.6, len(groups) - 0.4)
+    axes.set_yticks([tick for tick in TICKS if tick <= highest * 1.1])
+    axes.set_ylim(min(0.9, 0.95 * float(steps["ratio_low"].min())), highest**1.3 * 1.1)  # room for the legend
+    _plain_numbers(axes)
+    labels = [f"{width:.0f}\n{sublayers:.0f}\n{threads:.0f}" for width, sublayers, threads in sizes]
+    axes.set_xticks(range(len(sizes)), labels)
+    axes.set_xlim(-0.6, len(sizes) - 0.4)
     axes.set(xlabel="width, sublayers, threads", ylabel="time over that of pre-norm (quartiles)")
     axes.set_title(f"Whole training step ({device})")
     axes.legend(ncols=2, loc="upper center")
@@ -124,12 +137,10 @@ def _memory_label(kind: str, implementation: str) -> str:
     return "pre-norm" if kind == "add" else f"{kind}, {implementation}"
 
 
-def _plain_ticks(axes: Axes) -> None:
-    """Numbers rather than powers of ten, at major ticks only."""
-    for axis in (axes.xaxis, axes.yaxis):
-        if axis.get_scale() == "log":
-            axis.set_major_formatter(ScalarFormatter())
-            axis.set_minor_formatter(NullFormatter())
+def _plain_numbers(axes: Axes) -> None:
+    """On the logarithmic y axis: rather than powers of ten, and no ticks in between."""
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _count(number: int, what: str) -> str:
