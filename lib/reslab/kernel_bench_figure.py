@@ -33,7 +33,7 @@ def write(table: pd.DataFrame, path: Path) -> None:
     rows = rows[rows["forward_ms"].notna()]
     if len(rows):
         content = io.BytesIO()
-        draw(rows).savefig(content, format="png", metadata={"Software": None})
+        draw(rows).savefig(content, format="png", dpi=130, metadata={"Software": None})
         write_atomic(path, content.getvalue())
 
 
@@ -74,9 +74,9 @@ def _draw_reads(axes: Axes, ops: pd.DataFrame, where: str) -> None:
     axes.set(xlabel="sources × tokens × width; bytes modelled", ylabel="forward + backward (ms)", yscale="log")
     axes.margins(x=0.12)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.set_title(f"One read of n sources ({where}, {_count(threads, 'thread')})")
+    axes.set_title(f"One read of n sources ({where})")
     _plain_numbers(axes)
-    axes.legend()
+    axes.legend(title=_count(threads, "thread"))
 
 
 def _draw_steps(axes: Axes, steps: pd.DataFrame, device: str) -> None:
@@ -131,6 +131,7 @@ def _draw_memory(axes: Axes, steps: pd.DataFrame, device: str) -> None:
     first = largest.iloc[0]
     axes.set_xlabel(f"MB; {first['sublayers']:.0f} sublayers, width {first['width']:.0f}, {first['tokens']:.0f} tokens")
     axes.grid(visible=False, axis="y")
+    axes.set_axisbelow(True)
 
 
 def _memory_label(kind: str, implementation: str) -> str:
