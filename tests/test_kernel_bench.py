@@ -1,5 +1,6 @@
 """The kernel benchmark: its table, its models of cost, and what it does where something is missing."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,18 @@ def test_block_has_eight_blocks() -> None:
         options = kernel_bench._arms(sublayers, "numba")[-1].connection.options
         assert isinstance(options, AttnResOptions)
         assert options.sources_before(sublayers) == 9
+
+
+def test_low_precision_as_on_a_gpu() -> None:
+    """The stream, whose bytes are modelled, is in the low precision too, while weights are not."""
+    sizes = dataclasses.replace(SIZES["cuda"], device="cpu", batch=2, context=8)
+    [arm] = [arm for arm in kernel_bench._arms(4, "naive") if arm.kind == "full"]
+    training = kernel_bench._Training(sizes, arm, 4, 32)
+    seen: list[torch.dtype] = []
+    training.model.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0][0][0].dtype))
+    assert len(training.step()) == 3
+    assert seen == [torch.bfloat16]
+    assert {parameter.dtype for parameter in training.model.parameters()} == {torch.float32}
 
 
 # --- what goes wrong ------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from reslab.kernels.depth_attention import bank
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.residuals import ConnectionConfig
 from reslab.residuals.depth_attention import AttnResOptions
+from reslab.residuals.stack import StreamDtype
 from reslab.schema import UserError
 from reslab.training import loss_of, parameter_groups
 
@@ -64,7 +65,7 @@ class Sizes:
 
     device: str
     dtype: torch.dtype
-    """Of an op's sources; of a step by autocast, its weights are float32."""
+    """Of an op's sources and a step's stream; the rest of a step is by autocast, with float32 weights."""
     reads: tuple[tuple[int, int, int], ...]
     """Sources, tokens, width."""
     steps: tuple[tuple[int, int], ...]
@@ -75,6 +76,10 @@ class Sizes:
     context: int
     heads: int
     threads: tuple[int, ...]
+
+    @property
+    def stream_dtype(self) -> StreamDtype | None:
+        return None if self.dtype == torch.float32 else "bfloat16"
 
     def smallest(self) -> "Sizes":
         """The first of each sort, on one thread."""
@@ -287,6 +292,7 @@ class _Training:
             depth=sublayers // 2,
             init_std=0.55 / width**0.5,
             connection=arm.connection,
+            stream_dtype=sizes.stream_dtype,
         )
         self.device, self.dtype = sizes.device, sizes.dtype
         torch.manual_seed(0)
@@ -318,7 +324,7 @@ class _Training:
 
 def _step_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]) -> Iterator[Row]:
     """All steps on so many threads; their memory on the first number of threads, on which it does not depend."""
-    auto = bank.implementation(torch.empty(0, device=sizes.device)) or "naive"
+    auto = bank.implementation(torch.empty(0, device=sizes.device, dtype=sizes.dtype)) or "naive"
     if auto == "naive":
         skipped["auto"] = f"reslab has no kernel of whole passes for {sizes.device}: the same as naive"
     for sublayers, width in sizes.steps:

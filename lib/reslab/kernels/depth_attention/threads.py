@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["call"]
 
-_MOST = numba.config.NUMBA_NUM_THREADS
+_MOST = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]
 """What Numba starts with. Not asked of `get_num_threads`, which starts it; see `call`."""
 
 _LOCK = threading.Lock()
