@@ -377,8 +377,9 @@ def _peak(training: _Training) -> int:
     """Most bytes that a step has allocated at a time: weights, optimiser's state, gradients, activations, and scratch
     that goes through PyTorch's allocator.
 
-    On CUDA as the allocator counts, on the CPU by adding up the profiler's record of each allocation. Unlike the
-    process's resident memory this is the same at every run, and has no compilers, libraries or freed pages in it.
+    On CUDA as the allocator counts, on the CPU by adding up the profiler's record of each allocation: the same at
+    every run, without compilers and libraries. Resident memory may be several times as much where many small tensors
+    leave the C library's heap in pieces, as the naive form's do.
     """
     if training.device == "cuda":
         torch.cuda.synchronize()
