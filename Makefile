@@ -1,6 +1,6 @@
 # make repro   run the pipeline at the scale in params.yaml, print the scoreboard (SCALE=smoke: a preset)
 # make test    unit tests, all notebooks and the whole pipeline at smoke scale
-# make lab     JupyterLab         make bench   benchmarks         make lint   ruff, mypy
+# make lab     JupyterLab         make bench   benchmarks (bench-gpu: kernels on CUDA)   make lint   ruff, mypy
 # Each sets up .venv first where it is missing or out of date. In an environment of your own (conda):
 # call `reslab repro`, `pytest`, `jupyter lab` directly.
 VENV   ?= .venv
@@ -10,7 +10,7 @@ READY  := $(VENV)/.ready
 
 export PATH := $(BIN):$(PATH)
 
-.PHONY: repro test lab bench lint setup
+.PHONY: repro test lab bench bench-gpu lint setup
 repro: $(READY)
 	@$(BIN)/python -m reslab repro $(if $(SCALE),--scale $(SCALE))
 
@@ -22,6 +22,9 @@ lab: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python -m reslab bench
+
+bench-gpu: $(READY)
+	@$(BIN)/python -m reslab bench kernel --device cuda
 
 lint: $(READY)
 	@$(BIN)/ruff check

@@ -84,8 +84,33 @@ def _repro(options: argparse.Namespace) -> int:
 
 
 def _bench(options: argparse.Namespace) -> int:
+    """Both benchmarks."""
+    import_module("reslab.bench").main()
+    import_module("reslab.kernel_bench").main()
+    return 0
+
+
+def _bench_training(options: argparse.Namespace) -> int:
     import_module("reslab.bench").main()
     return 0
+
+
+def _bench_kernel(options: argparse.Namespace) -> int:
+    import_module("reslab.kernel_bench").main(options.device, options.repeats, options.quick)
+    return 0
+
+
+def _add_bench(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    bench = commands.add_parser("bench", help="measure training throughput and the kernels: both, or the one named")
+    bench.set_defaults(call=_bench)
+    parts = bench.add_subparsers(metavar="benchmark")
+    training = parts.add_parser("training", help="a training step against a minimal model: figures/bench_training.csv")
+    training.set_defaults(call=_bench_training)
+    kernel = parts.add_parser("kernel", help="attention over depth: figures/bench_kernel.csv and .png")
+    kernel.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="what is measured; default cpu")
+    kernel.add_argument("--repeats", type=int, metavar="N", help="rounds that count; default 9, with --quick 3")
+    kernel.add_argument("--quick", action="store_true", help="the smallest sizes only, written to build/")
+    kernel.set_defaults(call=_bench_kernel)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -106,9 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         ("report", _report, "write figures/README.md and figures/claims.csv (a pipeline stage)"),
         ("scoreboard", _scoreboard, "print the verdicts"),
         ("setup", _setup, "make DVC work in an unpacked tarball without git"),
-        ("bench", _bench, "measure training throughput, write figures/bench_training.csv"),
     ):
         commands.add_parser(name, help=help_text).set_defaults(call=call)
+    _add_bench(commands)
     return parser
 
 

@@ -22,9 +22,17 @@ COLOURS = {
     "Pre-LN": _PALETTE[0],
     "Post-LN": _PALETTE[4],
     "ReZero": _PALETTE[2],
+    "naive": _PALETTE[3],
+    "compiled": _PALETTE[1],
+    "numba": _PALETTE[0],
+    "triton": _PALETTE[0],
+    "flash-linear-attention": _PALETTE[2],
+    "fast-attnres": _PALETTE[4],
+    "flash-attn-res": _PALETTE[5],
+    "Liger": _PALETTE[8],
     "control": (0.4, 0.4, 0.4),
 }
-"""Colour-blind-safe colour of each method."""
+"""Colour-blind-safe colour of each method and implementation."""
 
 
 @contextmanager
