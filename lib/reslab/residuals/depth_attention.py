@@ -74,8 +74,8 @@ class AttnResOptions(ConnectionOptions):
     query_rate: float = Field(default=1.0, gt=0)
     """Learning-rate multiplier of the queries (static: of the logits)."""
     kernel: Literal["auto", "naive"] = "auto"
-    """`auto` one bank of all rows for a pass, where there is a kernel for the device and the variant has learnt queries,
-    softmax, one head and whole values; `naive` a plain sum of plain tensors, which also has second derivatives."""
+    """`auto` one bank of all rows for a pass, where the device has a kernel and the variant learnt queries, softmax, one
+    head and whole values; `naive` a plain sum of plain tensors, which also has second derivatives."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "AttnResOptions":
@@ -161,15 +161,15 @@ class Banked(NamedTuple):
 
     bank: Bank
     token: Tensor
-    count: int
+    rows: int
     """Rows so far: the embedding, and a running sum after each sublayer."""
     ends: "DepthEnds"
 
     def sources(self) -> Sources:
         """The same as tensors of their own, for what the bank does not do: layers skipped, swapped or repeated."""
-        values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.count))
+        values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.rows))
         keys = tuple(key for value in values for key in self.ends.key_of(value))
-        block = -1 if self.count == 1 else (self.count - 2) // self.ends.options.block
+        block = -1 if self.rows == 1 else (self.rows - 2) // self.ends.options.block
         return Sources(values, keys, block, self.ends)
 
     @property
@@ -275,7 +275,7 @@ class DepthEnds(Ends):
             return Sources((x,), self.key_of(x), -1, self)
         return self._start_bank(x)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _start_bank(self, x: Tensor) -> Banked:
         queries = torch.stack([wide(site.weights.query) for site in (*self.sites, self.output)])
         if self.options.key_rank is not None:  # q . P k = (P^T q) . k
@@ -354,9 +354,9 @@ class AttnRes(Connection):
     def read(self, stream: Sources | Banked) -> Tensor:
         return self._read_bank(stream) if isinstance(stream, Banked) else self._read(stream)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read_bank(self, stream: Banked) -> Tensor:
-        if stream.bank.takes_read(self.site.index, stream.count):
+        if stream.bank.takes_read(self.site.index, stream.rows):
             return stream.bank.read(stream.token, self.site.index)
         return self._read(stream.sources())
 
@@ -384,11 +384,11 @@ class AttnRes(Connection):
     def write(self, stream: Sources | Banked, update: Tensor) -> Sources | Banked:
         return self._write_bank(stream, update) if isinstance(stream, Banked) else self._write(stream, update)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _write_bank(self, stream: Banked, update: Tensor) -> Sources | Banked:
         row = self.site.index + 1
-        if stream.bank.takes_row(row, stream.count):
-            return stream._replace(token=stream.bank.write(stream.token, row, update), count=row + 1)
+        if stream.bank.takes_row(row, stream.rows):
+            return stream._replace(token=stream.bank.write(stream.token, row, update), rows=row + 1)
         return self._write(stream.sources(), update)
 
     def _write(self, stream: Sources, update: Tensor) -> Sources:

@@ -3,7 +3,7 @@
 Forward, a row is scored for all later queries when it is written, and neighbouring reads go through what they have in
 common once (`plan`). Backward, gradients are pulled: what a read has got is kept, and just before the sublayer that
 wrote a row is differentiated, that row gathers from all its reads; nothing is added up in between. Algebraically the
-same as `naive`. `history` (`cpu_bank`, `triton_bank`) owns the memory and computes; this module orders and differentiates.
+same as `naive`. A history (`cpu_bank`) owns the memory and computes; this module orders and differentiates.
 """
 
 from typing import Any, Protocol
@@ -150,8 +150,8 @@ class Bank:
         found = self.alive().row(row)
         if found is None:
             raise UserError(
-                f"depth attention: row {row} of an earlier stream is gone, as nothing was to read it again; go on from the "
-                f"newest stream, run with gradients, or build with ConnectionConfig('attnres', kernel='naive')"
+                f"depth attention: row {row} of an earlier stream is gone, as nothing was to read it again; go on from "
+                f"the newest stream, run with gradients, or build with ConnectionConfig('attnres', kernel='naive')"
             )
         return found.view(self.shape)
 

@@ -1,8 +1,8 @@
 """Depth attention of one query on the CPU, by Numba: each token's sources are read once, forward and backward.
 
 Letters: n sources, T tokens, d width; s_i scores, r_i = 1/rms, a_i weights. Sources are separate tensors [T, d], handed
-over as addresses and distances between tokens, so that none is copied. Every token is computed by itself and query gradients
-are summed over a fixed number of tokens, so that results do not depend on the number of threads.
+over as addresses and distances between tokens, so that none is copied. Every token is computed by itself and query
+gradients are summed over a fixed number of tokens, so that results do not depend on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,24 @@ import torch
 from torch import Tensor
 
 from reslab.kernels.depth_attention.simd import (
-    FAST, LANES, exp, first, fma, integer, integers, load, load_one, load_part, prefetch, real, splat, store, store_one,
-    store_part, tag_of, total,
+    FAST,
+    LANES,
+    exp,
+    first,
+    fma,
+    integer,
+    integers,
+    load,
+    load_one,
+    load_part,
+    prefetch,
+    real,
+    splat,
+    store,
+    store_one,
+    store_part,
+    tag_of,
+    total,
 )  # fmt: skip
 from reslab.kernels.depth_attention.threads import call, entry
 
@@ -63,7 +79,10 @@ def attend(arguments: Any, start: Any, stop: Any) -> None:
         ahead, saved = min(t + 1, stop - 1), t * count
         top = wide - np.float32(np.inf)
         for i in range(count):
-            row, next_row = integer(sources, i) + t * integer(strides, i), integer(sources, i) + ahead * integer(strides, i)
+            row, next_row = (
+                integer(sources, i) + t * integer(strides, i),
+                integer(sources, i) + ahead * integer(strides, i),
+            )
             dot = square = more_dot = more_square = splat(wide)
             for j in range(0, width, 2 * LANES):
                 prefetch(0, next_row + j, tag)
@@ -110,7 +129,10 @@ def differentiate(arguments: Any, start: Any, stop: Any) -> None:
         for j in range(0, padded, LANES):
             store(of_token, j, splat(wide), wide)
         for i in range(count):
-            row, next_row = integer(sources, i) + t * integer(strides, i), integer(sources, i) + ahead * integer(strides, i)
+            row, next_row = (
+                integer(sources, i) + t * integer(strides, i),
+                integer(sources, i) + ahead * integer(strides, i),
+            )
             x = y = splat(wide)
             for j in range(0, width, 2 * LANES):
                 prefetch(0, next_row + j, tag)
@@ -176,15 +198,15 @@ def forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, T
 def backward(
     grad: Tensor, query: Tensor, sources: list[Tensor], weights: Tensor, scale: Tensor, scores: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of the query [d] in float32 and of each source [T, d], of `grad` [T, d], that of h, and what `forward` gave."""
+    """Gradients of the query [d] in float32 and of each source [T, d]; `grad` [T, d] is that of h, the rest `forward`'s."""
     rows, places, strides = _rows(sources)
     (tokens, width), padded, grad = grad.shape, _padded(query), grad.contiguous()
     gradients = [grad.new_empty(tokens, width) for _ in rows]
     of_gradients = _places(gradients)
     parts = query.new_empty(-(-tokens // SUMMED), len(padded))
     arguments = (
-        places.ctypes.data, strides.ctypes.data, of_gradients.ctypes.data, len(rows), padded.data_ptr(), *_places([grad]),
-        *_places([weights, scale, scores]), parts.data_ptr(), width, len(padded),
+        places.ctypes.data, strides.ctypes.data, of_gradients.ctypes.data, len(rows), padded.data_ptr(),
+        *_places([grad, weights, scale, scores]), parts.data_ptr(), width, len(padded),
     )  # fmt: skip
     call([(_entries(grad.dtype)["differentiate"], arguments)], tokens, CHUNK)
     return parts.double().sum(0)[:width].float(), gradients

@@ -1,9 +1,9 @@
 """Depth attention across layers on the CPU: what `bank` does to its memory, by Numba.
 
-Letters: T tokens, d width, R slots, L queries; v_i rows, r_i = 1/rms, s_li = w_l . v_i (not divided by the rms), g_l the
-gradient of h_l. All numbers of a token lie together: rows [T, R, d], d padded to a multiple of 16 with zeros. What is
-computed for a token depends on nothing else, and query gradients are summed over chunks of fixed size, so that no
-result depends on the number of threads. Kernels run without the interpreter's lock, over a range of tokens each.
+Letters: T tokens, d width, R rows, L queries; v_i rows, r_i = 1/rms, s_li = w_l . v_i (not divided by the rms), g_l
+the gradient of h_l. Rows and gradients are tensors [T, d] of their own, handed over as addresses, d padded to a multiple
+of 16 with zeros where it is none. What is computed for a token depends on nothing else, and query gradients are summed
+over chunks of fixed size, so that no result depends on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,8 +19,23 @@ from torch.nn import functional as F
 from reslab.kernels.depth_attention.cpu import inline, put, take
 from reslab.kernels.depth_attention.plan import Group, Plan
 from reslab.kernels.depth_attention.simd import (
-    FAST, LANES, exp, first, fma, integer, integers, load, load_one, load_part, maximum, prefetch, real, splat, store, store_one,
-    store_part, tag_of, total, totals,
+    LANES,
+    exp,
+    first,
+    fma,
+    integer,
+    integers,
+    load,
+    load_one,
+    maximum,
+    prefetch,
+    real,
+    splat,
+    store,
+    store_one,
+    tag_of,
+    total,
+    totals,
 )  # fmt: skip
 from reslab.kernels.depth_attention.threads import call, entry
 from reslab.schema import UserError
@@ -46,7 +60,8 @@ def write(arguments: Any, start: Any, stop: Any) -> None:
     `scale` [R, T].
     """
     (
-        source, width, before, place, padded, queries, across, count, scores, at, segment, scale, slot, normed, eps, tokens
+        source, width, before, place, padded, queries, across, count, scores, at, segment, scale, slot, normed, eps,
+        tokens,
     ) = integers(arguments, 16)  # fmt: skip
     memory = np.empty(4 * padded)
     row = memory.ctypes.data
@@ -116,7 +131,9 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
                 prefetch(0, integer(places, i) + ahead * padded + j, tag)
         top = splat(wide - np.float32(np.inf))
         for i in range(rows):
-            score = load(scores, integer(at, i) + t * integer(segments, i), wide) * splat(load_one(scale, integer(slots, i) * tokens + t, wide))
+            score = load(scores, integer(at, i) + t * integer(segments, i), wide) * splat(
+                load_one(scale, integer(slots, i) * tokens + t, wide)
+            )
             store(a, i * LANES, score, wide)
             top = maximum(score, top)
         weight = splat(wide)
@@ -175,7 +192,9 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
         if begun >= 0:
             top = load_one(largest, t * LANES + begun, wide)
         for i in range(count):
-            score = load_one(scores, integer(at, i) + t * integer(segments, i), wide) * load_one(scale, integer(slots, i) * tokens + t, wide)
+            score = load_one(scores, integer(at, i) + t * integer(segments, i), wide) * load_one(
+                scale, integer(slots, i) * tokens + t, wide
+            )
             store_one(a, i, score, wide)
             if not score <= top:
                 top = score
@@ -439,7 +458,9 @@ class _Layout:
         """With the columns of their scores for the first of `reads`."""
         begins = [self.plan.columns[row] for row in rows]
         segments = [self.plan.columns[row + 1] - begin for row, begin in zip(rows, begins, strict=True)]
-        behind = [self.plan.column(row, reads[0]) - begin if reads else 0 for row, begin in zip(rows, begins, strict=True)]
+        behind = [
+            self.plan.column(row, reads[0]) - begin if reads else 0 for row, begin in zip(rows, begins, strict=True)
+        ]
         columns = [self.begin(row) + column for row, column in zip(rows, behind, strict=True)]
         return _Rows(_integers(rows), _integers(columns), _integers(segments))
 
@@ -492,8 +513,8 @@ class _Tensors:
         tensor = self.kept[number]
         if tensor is not None and tensor._version != self.versions[number]:
             raise UserError(
-                "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps "
-                "it; change a copy of it"
+                "depth attention: what a sublayer put out was changed in place after it had joined the stream, which "
+                "keeps it; change a copy of it"
             )
 
 
@@ -568,15 +589,16 @@ class CpuHistory:
         out = self._empty(self.tokens, self.width)
         places = self.rows.places[own.rows]
         if common is None:
-            number, sums = -1, (0, 0, 0)
+            number, sums = -1, [0, 0, 0]
         else:
             if self.begun is None or self.begun[0] is not group:
                 steps.append(self._begin(group, common))
             assert self.begun is not None
-            sums = tuple(part.data_ptr() for part in self.begun[1:])
+            sums = [part.data_ptr() for part in self.begun[1:]]
         steps.append(("mix", (
             _address(places), len(places), self.padded, self.scores.data_ptr(), *own.addresses, self.scale.data_ptr(),
-            _address(own.rows), number, *sums, self.apart, _place(out), self.width, self.logs.data_ptr(), read, self.tokens,
+            _address(own.rows), number, *sums, self.apart, _place(out), self.width, self.logs.data_ptr(), read,
+            self.tokens,
         )))  # fmt: skip
         self._run(steps)
         return out
@@ -624,7 +646,8 @@ class CpuHistory:
         self.gradients = _Tensors(reads)
         self.means, self.norms = self._empty(reads, self.tokens), self._empty(LANES + 1, self.tokens)
         self.by_query = torch.zeros(-(-self.tokens // self.chunk), reads, self.padded, dtype=self.exact)
-        self.begun, self.pulled = None, None
+        self.begun = None
+        self.pulled: Group | None = None
         self.pulling: dict[bool, tuple[Index, Index]] = {}
         self.pulled_parts = self._empty(LANES, self.apart)
 
@@ -634,7 +657,8 @@ class CpuHistory:
         kept = self._own(gradient)
         self.gradients.keep(read, kept)
         self._wait(("keep", (
-            _place(gradient), _place(h), self.width, _place(kept), self.padded, self.means.data_ptr(), read, self.tokens,
+            _place(gradient), _place(h), self.width, _place(kept), self.padded, self.means.data_ptr(), read,
+            self.tokens,
         )), gradient, h)  # fmt: skip
 
     def receive_nothing(self, read: int) -> None:

@@ -74,7 +74,9 @@ class Plan:
     @cached_property
     def mixing(self) -> tuple[Group, ...]:
         """Reads in groups, so that the least memory is moved: what they have in common is read once for all of them."""
-        return _cheapest(range(len(self.reads)), lambda group: _common_rows([self.reads[read] for read in group]), self.reads)
+        return _cheapest(
+            range(len(self.reads)), lambda group: _common_rows([self.reads[read] for read in group]), self.reads
+        )
 
     @cached_property
     def pulling(self) -> tuple[Group, ...]:

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import types  # type: ignore[attr-defined]
+from numba import types
 from numba.core.datamodel import models
 from numba.core.extending import register_model
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
-    "FAST", "LANES", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part", "maximum", "prefetch",
-    "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
+    "FAST", "LANES", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part", "maximum",
+    "prefetch", "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
 ]  # fmt: skip
 
 LANES = 8
@@ -112,7 +112,9 @@ def _narrowed(builder: Any, value: Any, tag: Any) -> Any:
 def _mask(builder: Any, count: Any) -> Any:
     """Lanes below `count`."""
     few = builder.trunc(count, _INT)  # narrow lanes compare faster
-    return builder.icmp_signed("<", ir.Constant(ir.VectorType(_INT, LANES), list(range(LANES))), _splatted(builder, few))
+    return builder.icmp_signed(
+        "<", ir.Constant(ir.VectorType(_INT, LANES), list(range(LANES))), _splatted(builder, few)
+    )
 
 
 def _splatted(builder: Any, number: Any) -> Any:
@@ -163,7 +165,8 @@ def integer(typing: Any, address: Any, index: Any) -> Any:
     """One of the int64 numbers at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(_pointer(builder, *arguments, types.int64, ir.IntType(64)), align=8)
+        address, index = arguments
+        return builder.load(_pointer(builder, address, index, types.int64, ir.IntType(64)), align=8)
 
     return types.int64(types.int64, types.int64), generate
 
