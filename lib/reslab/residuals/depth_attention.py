@@ -74,8 +74,8 @@ class AttnResOptions(ConnectionOptions):
     query_rate: float = Field(default=1.0, gt=0)
     """Learning-rate multiplier of the queries (static: of the logits)."""
     kernel: Literal["auto", "naive"] = "auto"
-    """`auto` one bank of all rows for a pass, where the device has a kernel and the variant learnt queries, softmax, one
-    head and whole values; `naive` a plain sum of plain tensors, which also has second derivatives."""
+    """`auto` one bank of all rows for a pass, where the device has a kernel and the variant learnt queries, softmax,
+    one head and whole values; `naive` a plain sum of plain tensors, which also has second derivatives."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> "AttnResOptions":

@@ -1,9 +1,9 @@
 """Depth attention across layers on the CPU: what `bank` does to its memory, by Numba.
 
 Letters: T tokens, d width, R rows, L queries; v_i rows, r_i = 1/rms, s_li = w_l . v_i (not divided by the rms), g_l
-the gradient of h_l. Rows and gradients are tensors [T, d] of their own, handed over as addresses, d padded to a multiple
-of 16 with zeros where it is none. What is computed for a token depends on nothing else, and query gradients are summed
-over chunks of fixed size, so that no result depends on the number of threads.
+the gradient of h_l. Rows and gradients are tensors [T, d] of their own, handed over as addresses, d padded to a
+multiple of 16 with zeros where it is none. What is computed for a token depends on nothing else, and query gradients
+are summed over chunks of fixed size, so that no result depends on the number of threads.
 """
 
 from collections.abc import Sequence
