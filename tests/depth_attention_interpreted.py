@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from reslab.kernels.depth_attention import depth_attention, op, triton_op
+from reslab.kernels.depth_attention import bank, depth_attention, op, triton_bank, triton_op
+from reslab.residuals.depth_attention import AttnResOptions
+from reslab.schema import UserError
 from test_depth_attention_kernel import DTYPES, EPS, assert_at_the_rounding_floor, made, random, with_gradients
 
 TOGETHER = triton_op.TOGETHER
@@ -113,3 +115,114 @@ def test_operations_as_traced() -> None:
     _, *saved = op._forward(query, sources, EPS)
     grad = random(2, 8).to(torch.bfloat16)
     torch.library.opcheck(op._backward, (grad, query, sources, saved, EPS), test_utils=checks)
+
+
+# --- across layers --------------------------------------------------------------------------------
+
+SUBLAYERS, WIDTH = 6, 24
+VARIANTS = {
+    "full": AttnResOptions(),
+    "block": AttnResOptions(block=2),
+    "window": AttnResOptions(window=3),
+    "no norm": AttnResOptions(key_norm=False),
+}
+
+
+@pytest.fixture
+def _bank_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bank, "_history", triton_bank.TritonHistory)
+
+
+def pass_leaves(tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Embedding [T, d], queries [L, d], and a weight [d, d] a sublayer: all leaves."""
+    queries = random(SUBLAYERS + 1, WIDTH, seed=50) / WIDTH**0.5
+    weights = [random(WIDTH, WIDTH, seed=60 + i) / WIDTH**0.5 for i in range(SUBLAYERS)]
+    leaves = [random(tokens, WIDTH, seed=51).to(dtype), queries, *(weight.to(dtype) for weight in weights)]
+    return [leaf.requires_grad_() for leaf in leaves]
+
+
+def through_bank(options: AttnResOptions, leaves: list[Tensor], skip: int = -1) -> Tensor:
+    """What the output reads of a stack of sublayers tanh(h M); `skip` one of them, that makes nothing of its h."""
+    x, queries, *weights = leaves
+    rows, token = bank.Bank.start(options.plan(SUBLAYERS, torch.is_grad_enabled()), x, queries, EPS, options.key_norm)
+    for index, weight in enumerate(weights):
+        h = rows.read(token, index)
+        token = rows.write(token, index + 1, torch.tanh((x if index == skip else h) @ weight))
+    return rows.read(token, SUBLAYERS)
+
+
+def by_definition(options: AttnResOptions, leaves: list[Tensor], skip: int = -1) -> Tensor:
+    """The same, in float64, with the rows as tensors."""
+    x, queries, *weights = leaves
+    plan, rows = options.plan(SUBLAYERS, True), [x]
+
+    def read(index: int) -> Tensor:
+        values = torch.stack([rows[row] for row in plan.reads[index]])
+        keys = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + EPS) if options.key_norm else values
+        return ((keys @ queries[index]).softmax(0).unsqueeze(-1) * values).sum(0)
+
+    for index, weight in enumerate(weights):
+        update = torch.tanh((x if index == skip else read(index)) @ weight)
+        rows.append(rows[index] + update if plan.joins[index + 1] else update)
+    return read(SUBLAYERS)
+
+
+def assert_as_defined(options: AttnResOptions, leaves: list[Tensor], bound: float, skip: int = -1) -> None:
+    """h and all gradients, relative to their size."""
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    grad = random(*leaves[0].shape, seed=7)
+    out, plain = through_bank(options, leaves, skip), by_definition(options, exact, skip)
+    found = [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype), allow_unused=True)]
+    wanted = [plain.detach(), *torch.autograd.grad(plain, exact, grad.double(), allow_unused=True)]
+    for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+        assert a is not None
+        b = torch.zeros_like(a) if b is None else b
+        assert float((a.double() - b).norm()) <= bound * float(b.norm()), number
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_pass(variant: str) -> None:
+    assert_as_defined(VARIANTS[variant], pass_leaves(5 if variant == "full" else 2), 1e-5)
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_pass_over_rows_wider_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_bank, "BLOCK", 16)
+    assert_as_defined(VARIANTS["full"], pass_leaves(1), 1e-5)
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_pass_in_bfloat16() -> None:
+    assert_as_defined(VARIANTS["full"], pass_leaves(2, torch.bfloat16), 2e-2)
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_pass_with_a_read_that_nothing_depends_on() -> None:
+    assert_as_defined(VARIANTS["block"], pass_leaves(1), 1e-5, skip=2)
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_pass_without_gradients_gives_the_same() -> None:
+    leaves = pass_leaves(2)
+    with torch.no_grad():
+        out = through_bank(VARIANTS["window"], leaves)
+    torch.testing.assert_close(out, through_bank(VARIANTS["window"], leaves))
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_pass_of_no_tokens() -> None:
+    leaves = pass_leaves(0)
+    gradients = torch.autograd.grad(through_bank(VARIANTS["full"], leaves).sum(), leaves)
+    assert all(torch.count_nonzero(gradient) == 0 for gradient in gradients)
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_row_changed_in_place_is_refused() -> None:
+    x, queries, *_ = pass_leaves(1)
+    rows, token = bank.Bank.start(AttnResOptions().plan(1, True), x, queries[:2], EPS, True)
+    update = 2 * rows.read(token, 0)
+    out = rows.read(rows.write(token, 1, update), 1)
+    update.detach().mul_(2)
+    with pytest.raises(UserError, match="changed in place"):
+        out.sum().backward()

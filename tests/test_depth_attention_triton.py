@@ -17,9 +17,18 @@ triton = pytest.importorskip("triton")
 INTERPRETED = Path(__file__).with_name("depth_attention_interpreted.py")
 TENSORS = {
     "sources": "*i64", "gradients": "*i64", "query": "*fp32", "logs": "*fp32", "scale": "*fp32", "scores": "*fp32",
-    "products": "*fp32", "parts": "*fp32",
+    "products": "*fp32", "parts": "*fp32", "rows": "*i64", "largest": "*fp32", "sums": "*fp32", "means": "*fp32",
+    "by_score": "*fp32", "norms": "*fp32", "h": "*fp32",
 }  # fmt: skip
-NUMBERS = {"tokens": "i32", "count": "i32", "eps": "fp32"}
+NUMBERS = {"eps": "fp32"} | dict.fromkeys(
+    ("tokens", "count", "members", "across", "number", "read", "reads", "events", "height"), "i32"
+)
+ACROSS_LAYERS = {
+    "_mix": {"BLOCK": 512, "QUERIES": 8, "BEGUN": False, "DONE": False, "num_warps": 2},
+    "_differentiate": {"BLOCK": 128, "ROWS": 8, "READS": 8, "num_warps": 4},
+    "_gather": {"BLOCK": 512, "ROWS": 8, "BEGUN": False, "DONE": False, "num_warps": 2},
+}
+"""Kernels of `triton_bank` at their largest."""
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="these are run by themselves")
@@ -48,6 +57,13 @@ def resources(kernel: Any, settings: dict[str, Any], rows: str, architecture: in
     return said.stdout, compiled.asm["ptx"]
 
 
+def assert_lean(said: str, ptx: str) -> None:
+    assert re.findall(r"(STACK|LOCAL):(\d+)", said) == [("STACK", "0"), ("LOCAL", "0")], said
+    assert "ld.global.v4" in ptx, "rows are read in pieces of 16 bytes"
+    assert "atom." not in ptx
+    assert "red.global" not in ptx
+
+
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is compiled where it is interpreted")
 @pytest.mark.parametrize("architecture", [80, 90])
 @pytest.mark.parametrize("width", [512, 1024, 4096, 8192])
@@ -56,12 +72,21 @@ def test_nothing_spills(width: int, architecture: int, tmp_path: Path, monkeypat
     from reslab.kernels.depth_attention import triton_op
 
     for kernel in (triton_op._forward, triton_op._backward):
-        settings = triton_op.settings(width, torch.bfloat16, aligned=True)
-        said, ptx = resources(kernel, settings, "*bf16", architecture, tmp_path)
-        assert re.findall(r"(STACK|LOCAL):(\d+)", said) == [("STACK", "0"), ("LOCAL", "0")], said
-        assert "ld.global.v4" in ptx, "rows are read in pieces of 16 bytes"
-        assert "atom." not in ptx
-        assert "red.global" not in ptx
+        settings = triton_op.settings(width, torch.bfloat16, in_pieces=True)
+        assert_lean(*resources(kernel, settings, "*bf16", architecture, tmp_path))
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is compiled where it is interpreted")
+@pytest.mark.parametrize("name", ACROSS_LAYERS)
+def test_nothing_spills_across_layers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    from reslab.kernels.depth_attention import triton_bank
+
+    of_rows = {"WIDTH": 8192, "DTYPE": triton.language.bfloat16, "ALIGNED": True, "enable_fp_fusion": True}
+    kernel = getattr(triton_bank, name)
+    assert_lean(*resources(kernel, ACROSS_LAYERS[name] | of_rows, "*fp32", 90, tmp_path))
+    numbers = {parameter.name for parameter in kernel.params if not parameter.is_constexpr} - set(TENSORS) - {"out"}
+    assert numbers == {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
 
 
 @pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="nothing is compiled where it is interpreted")

@@ -4,6 +4,7 @@ Letters as in `naive`.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
 from types import ModuleType
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from reslab.kernels.depth_attention import naive
 from reslab.schema import UserError
 
-__all__ = ["depth_attention", "implementation"]
+__all__ = ["depth_attention", "implementation", "triton_module"]
 
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,16 +63,15 @@ def _wide(x: Tensor) -> Tensor:
     return x.detach().float().contiguous()
 
 
-def _triton() -> ModuleType:
-    """The kernels for CUDA; a UserError where Triton is missing."""
+def triton_module(name: str) -> ModuleType:
+    """A module of kernels for CUDA, `triton_op` or `triton_bank`; a UserError where Triton is missing."""
     try:
-        from reslab.kernels.depth_attention import triton_op
+        return import_module(f"reslab.kernels.depth_attention.{name}")
     except ModuleNotFoundError as error:
         raise UserError(
             f"depth attention on CUDA runs by Triton, which is not here ({error}); install it with `pip install "
             f"'triton>=3.6'`, or build the model with ConnectionConfig('attnres', kernel='naive')"
         ) from error
-    return triton_op
 
 
 @torch.library.custom_op("reslab::depth_attention", mutates_args=())
@@ -79,7 +79,7 @@ def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, 
     """h [T, d] in the sources' dtype, and for the backward pass, in float32, 1/rms and s [T, n] after what gives a:
     Numba's a [T, n], or Triton's ln sum exp s [T]."""
     if implementation(sources[0]) == "triton":
-        return _triton().forward(_wide(query), [source.detach() for source in sources], eps)
+        return triton_module("triton_op").forward(_wide(query), [source.detach() for source in sources], eps)
     from reslab.kernels.depth_attention import cpu  # it takes a second to import
 
     out, *saved = cpu.forward(_wide(query), [_wide(source) for source in sources], eps)
@@ -101,7 +101,9 @@ def _backward(
     """Gradients of the query [d] and of each source [T, d], in their dtypes."""
     if implementation(sources[0]) == "triton":
         narrow = [source.detach() for source in sources]
-        by_query, by_source = _triton().backward(grad.detach().contiguous(), _wide(query), narrow, *saved)
+        by_query, by_source = triton_module("triton_op").backward(
+            grad.detach().contiguous(), _wide(query), narrow, *saved
+        )
         return by_query.to(query.dtype), by_source
     from reslab.kernels.depth_attention import cpu
 

@@ -9,6 +9,7 @@ are the same each time on one kind of device.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["backward", "forward"]
+__all__ = ["aligned", "backward", "element", "forward", "one", "places", "table", "values"]
 
 WIDEST = 8192
 """Columns that a program holds at once; wider rows are gone through in blocks of so many."""
@@ -34,14 +35,14 @@ WARPS = 16
 
 
 @triton.jit
-def _rows(table, first, count, t, SOURCES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+def places(numbers, first, count, t, SOURCES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     """Where the rows of token t begin in the sources from `first` on, [SOURCES], and which of them there are.
 
-    `table` [2, n]: addresses, and bytes from row to row.
+    `numbers` are those of `table`.
     """
     i = first + tl.arange(0, SOURCES)
     there = i < count
-    address = tl.load(table + i, mask=there, other=0) + t * tl.load(table + count + i, mask=there, other=0)
+    address = tl.load(numbers + i, mask=there, other=0) + t * tl.load(numbers + count + i, mask=there, other=0)
     rows = address.to(tl.pointer_type(DTYPE))
     if ALIGNED:
         rows = tl.multiple_of(rows, [16])
@@ -49,14 +50,14 @@ def _rows(table, first, count, t, SOURCES: tl.constexpr, DTYPE: tl.constexpr, AL
 
 
 @triton.jit
-def _values(rows, there, columns, WIDTH: tl.constexpr):
+def values(rows, there, columns, WIDTH: tl.constexpr):
     """These columns of these rows, [SOURCES, BLOCK] in float32; 0 where there is none."""
     mask = there[:, None] & (columns < WIDTH)[None, :]
     return tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _one(row, columns, WIDTH: tl.constexpr):
+def one(row, columns, WIDTH: tl.constexpr):
     """These columns of one row, [BLOCK] in float32; 0 where there is none."""
     return tl.load(row + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
 
@@ -72,11 +73,11 @@ def _forward(
     largest, total = float("-inf"), 0.0
     mixed = tl.zeros([BLOCK], tl.float32)
     for first in range(0, count, SOURCES):
-        rows, there = _rows(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
+        rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
         dot, square = tl.zeros([SOURCES], tl.float32), tl.zeros([SOURCES], tl.float32)
         for j in tl.static_range(0, WIDTH, BLOCK):
-            value = _values(rows, there, j + columns, WIDTH)
-            dot += tl.sum(value * _one(query, j + columns, WIDTH)[None, :], 1)
+            value = values(rows, there, j + columns, WIDTH)
+            dot += tl.sum(value * one(query, j + columns, WIDTH)[None, :], 1)
             square += tl.sum(value * value, 1)
         inverse = 1.0 / tl.sqrt_rn(square / WIDTH + eps)
         score = tl.where(there, dot * inverse, float("-inf"))
@@ -97,10 +98,10 @@ def _forward(
         for j in range(0, WIDTH, BLOCK):
             mixed = tl.zeros([BLOCK], tl.float32)
             for first in range(0, count, SOURCES):
-                rows, there = _rows(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
+                rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
                 at = t * count + first + tl.arange(0, SOURCES)
                 weight = tl.exp(tl.load(scores + at, mask=there, other=float("-inf")) - log)
-                mixed += tl.sum(weight[:, None] * _values(rows, there, j + columns, WIDTH), 0)
+                mixed += tl.sum(weight[:, None] * values(rows, there, j + columns, WIDTH), 0)
             tl.store(out + t * WIDTH + j + columns, mixed, mask=j + columns < WIDTH)
 
 
@@ -121,11 +122,11 @@ def _backward(
         log = tl.load(logs + t)
         mean, total = 0.0, 0.0  # the total is 1, but for the rounding of `log`
         for first in range(0, count, SOURCES):
-            rows, there = _rows(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
+            rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
             product = tl.zeros([SOURCES], tl.float32)
             for j in range(0, WIDTH, BLOCK):
-                g = _one(grad + t * WIDTH, j + columns, WIDTH)
-                product += tl.sum(_values(rows, there, j + columns, WIDTH) * g[None, :], 1)
+                g = one(grad + t * WIDTH, j + columns, WIDTH)
+                product += tl.sum(values(rows, there, j + columns, WIDTH) * g[None, :], 1)
             at = t * count + first + number
             tl.store(products + at, product, mask=there)
             weight = tl.exp(tl.load(scores + at, mask=there, other=float("-inf")) - log)
@@ -134,20 +135,20 @@ def _backward(
         mean /= total
         tl.debug_barrier()  # all products are in memory
         for j in range(0, WIDTH, BLOCK):
-            g = _one(grad + t * WIDTH, j + columns, WIDTH)
-            w = _one(query, j + columns, WIDTH)
+            g = one(grad + t * WIDTH, j + columns, WIDTH)
+            w = one(query, j + columns, WIDTH)
             for behind in range(0, count, SOURCES):
                 first = (count - 1) // SOURCES * SOURCES - behind
-                rows, there = _rows(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
+                rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
                 at = t * count + first + number
                 score, inverse = tl.load(scores + at, mask=there, other=0.0), tl.load(scale + at, mask=there, other=0.0)
                 weight = tl.where(there, tl.exp(score - log) / total, 0.0)
                 by_score = weight * (tl.load(products + at, mask=there, other=0.0) - mean) * inverse
-                value = _values(rows, there, j + columns, WIDTH)
+                value = values(rows, there, j + columns, WIDTH)
                 gradient = weight[:, None] * g[None, :] + by_score[:, None] * w[None, :]
                 gradient -= (by_score * score * inverse / WIDTH)[:, None] * value
                 by_query += tl.sum(by_score[:, None] * value, 0)
-                to, _ = _rows(gradients, first, count, t, SOURCES, DTYPE, ALIGNED)
+                to, _ = places(gradients, first, count, t, SOURCES, DTYPE, ALIGNED)
                 mask = there[:, None] & (j + columns < WIDTH)[None, :]
                 tl.store(to[:, None] + (j + columns)[None, :], gradient.to(DTYPE), mask=mask)
             if WIDTH > BLOCK:
@@ -161,27 +162,35 @@ def _backward(
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
-def _table(tensors: list[Tensor]) -> Tensor:
-    """Addresses of tensors [T, d], and bytes from row to row: [2, n], where the tensors are."""
-    numbers = [[x.data_ptr() for x in tensors], [x.stride(0) * x.itemsize for x in tensors]]
-    pinned = tensors[0].is_cuda
-    return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(tensors[0].device, non_blocking=pinned)
+def table(tensors: Sequence[Tensor], device: torch.device, *more: Sequence[int]) -> Tensor:
+    """Addresses of n tensors [T, d], bytes from row to row, and `more` numbers of each: [2 + more, n], on their device.
+
+    From pinned memory, so that nothing waits for the device.
+    """
+    numbers = [[x.data_ptr() for x in tensors], [x.stride(0) * x.itemsize for x in tensors], *more]
+    pinned = device.type == "cuda"
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=pinned)
 
 
-def _aligned(tensors: list[Tensor]) -> bool:
+def aligned(tensors: Sequence[Tensor]) -> bool:
     """Whether each row begins at a multiple of 16 bytes, so that it is read in pieces as large."""
     return all(x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0 for x in tensors)
 
 
-def settings(width: int, dtype: torch.dtype, aligned: bool) -> dict[str, Any]:
+def element(dtype: torch.dtype) -> Any:
+    """Triton's name of a dtype."""
+    return getattr(tl, str(dtype).removeprefix("torch."))
+
+
+def settings(width: int, dtype: torch.dtype, in_pieces: bool) -> dict[str, Any]:
     """What a kernel is compiled for: constants, and options of the compiler."""
     block = min(triton.next_power_of_2(width), WIDEST)
     return {
         "WIDTH": width,
         "BLOCK": block,
         "SOURCES": TOGETHER,
-        "DTYPE": getattr(tl, str(dtype).removeprefix("torch.")),
-        "ALIGNED": aligned,
+        "DTYPE": element(dtype),
+        "ALIGNED": in_pieces,
         "num_warps": max(1, block // (32 * PER_THREAD)),
         "enable_fp_fusion": True,
     }
@@ -210,8 +219,8 @@ def forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, T
     out = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
     logs, (scale, scores) = query.new_empty(tokens), (query.new_empty(tokens, len(sources)) for _ in range(2))
     if out.numel():
-        compiled_for = settings(width, out.dtype, _aligned(sources))
-        arguments = (_table(sources), query, out, logs, scale, scores, len(sources), eps)
+        compiled_for = settings(width, out.dtype, aligned(sources))
+        arguments = (table(sources, out.device), query, out, logs, scale, scores, len(sources), eps)
         with torch.cuda.device_of(out):
             _forward[(tokens,)](*arguments, **compiled_for)
     return out, logs, scale, scores
@@ -230,9 +239,9 @@ def backward(
     gradients = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
     if not grad.numel():
         return torch.zeros_like(query), gradients
-    compiled_for = settings(width, sources[0].dtype, _aligned([*sources, *gradients]))
+    compiled_for = settings(width, sources[0].dtype, aligned([*sources, *gradients]))
     parts = query.new_zeros(_programs(tokens, compiled_for["num_warps"], grad.device), width)
-    tables = _table(sources), _table(gradients)
+    tables = table(sources, grad.device), table(gradients, grad.device)
     arguments = (query, grad, logs, scale, scores, torch.empty_like(scores), parts, tokens, len(sources))
     with torch.cuda.device_of(grad):
         _backward[(len(parts),)](*tables, *arguments, **compiled_for)
