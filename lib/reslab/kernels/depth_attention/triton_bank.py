@@ -26,10 +26,52 @@ __all__ = ["TritonHistory"]
 BLOCK = 512
 """Columns of a row that a program goes through."""
 
+TILE = 32
+"""Tokens, and columns, of a tile of a row that is multiplied by queries."""
+
+MOST_QUERIES = 64
+"""Queries that such a tile is multiplied by at once."""
+
 SLICE = 128
 """Columns of several rows and gradients that a program multiplies at once."""
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["tokens", "count", "across", "column", "height", "slot"])
+def _write(
+    update, before, kept, queries, scores, scale, tokens, count, across, column, height, slot, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, QUERIES: tl.constexpr,
+    JOINS: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Scores of TOKENS tokens of a row for `count` queries [count, d], to `scores` [T, across] from `column` on.
+
+    The row is `update` [T, d], or, where it JOINS the one `before`, their sum, which goes to `kept`. 1/rms, or 1 where
+    not NORMED, goes to column `slot` of `scale` [T, height].
+    """
+    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    columns, k = tl.arange(0, BLOCK), tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    dot, square = tl.zeros([TOKENS, QUERIES], tl.float32), tl.zeros([TOKENS], tl.float32)
+    for j in range(0, WIDTH, BLOCK):
+        inside = j + columns < WIDTH
+        mask, at = (t < tokens)[:, None] & inside[None, :], t[:, None] * WIDTH + (j + columns)[None, :]
+        value = tl.load(update + at, mask=mask, other=0.0)
+        if JOINS:
+            value = (value.to(tl.float32) + tl.load(before + at, mask=mask, other=0.0).to(tl.float32)).to(value.dtype)
+            if tl.program_id(1) == 0:
+                tl.store(kept + at, value, mask=mask)
+        wide = value.to(tl.float32)
+        query = queries + k[None, :] * WIDTH + (j + columns)[:, None]
+        w = tl.load(query, mask=(k < count)[None, :] & inside[:, None], other=0.0)
+        dot = tl.dot(wide, w, dot, input_precision="tf32x3")  # as exact as float32
+        square += tl.sum(wide * wide, 1)
+    inverse = tl.full([TOKENS], 1.0, tl.float32)
+    if NORMED:
+        inverse = 1.0 / tl.sqrt_rn(square / WIDTH + eps)
+    if tl.program_id(1) == 0:
+        tl.store(scale + t * height + slot, inverse, mask=t < tokens)
+    mask = (t < tokens)[:, None] & (k < count)[None, :]
+    tl.store(scores + (t * across + column)[:, None] + k[None, :], dot * inverse[:, None], mask=mask)
 
 
 @triton.jit(do_not_specialize=["tokens", "count", "members", "across", "number", "read", "reads"])
@@ -167,7 +209,7 @@ _places = lru_cache(maxsize=64)(_Places)
 class TritonHistory:
     """Rows, scores and gradients of one pass, and what is computed from them. `queries` [L, d]; T tokens of `like`.
 
-    Sums are taken in float32; matrix products follow PyTorch's setting of their precision.
+    Sums are taken in float32; the backward pass's matrix products follow PyTorch's setting of their precision.
     """
 
     name = "triton"
@@ -213,30 +255,39 @@ class TritonHistory:
         return kept, table(kept, self.device, rows, columns)
 
     def _run(
-        self, kernel: Any, blocks: int, arguments: tuple[Any, ...], tensors: list[Tensor], **constants: Any
+        self, kernel: Any, grid: tuple[int, int], arguments: tuple[Any, ...], rows: list[Tensor], **constants: Any
     ) -> None:
-        """A kernel on all tokens, and so many blocks of each; `rows` are what it has addresses of."""
+        """A kernel on a grid of tokens and blocks of each; `rows` are what it has addresses of."""
         common = {"WIDTH": self.width, "enable_fp_fusion": True}
         if rows:
             common |= {"DTYPE": element(self.dtype), "ALIGNED": aligned(rows)}
         if self.tokens and self.width:
             with torch.cuda.device_of(self.scores):
-                kernel[(self.tokens, blocks)](*arguments, **common, **constants)
+                kernel[grid](*arguments, **common, **constants)
 
     # --- forward
 
     def write(self, row: int, update: Tensor) -> None:
         """`update` [T, d] becomes a row, added to the row before where the plan says so."""
-        kept = update.contiguous() if not self.plan.joins[row] else self._kept(row - 1) + update
+        update = update.contiguous()
+        before = self._kept(row - 1) if self.plan.joins[row] else None
+        kept = update if before is None else torch.empty_like(update)
+        queries = self._of_readers(row)
+        block = max(16, min(MOST_QUERIES, triton.next_power_of_2(len(queries))))  # a matrix product takes 16 or more
+        arguments = (
+            update, update if before is None else before, kept, queries, self.scores, self.scale, self.tokens,
+            len(queries), self.plan.columns[-1], self.plan.columns[row], len(self.plan.joins), row, self.eps,
+        )  # fmt: skip
+        constants = {
+            "BLOCK": TILE,
+            "TOKENS": TILE,
+            "QUERIES": block,
+            "JOINS": before is not None,
+            "NORMED": self.normed,
+        }
+        grid = -(-self.tokens // TILE), -(-len(queries) // block)
+        self._run(_write, grid, arguments, [], num_warps=4, **constants)
         self.rows[row], self.versions[row] = kept, kept._version
-        wide = kept.float()
-        scores = self.scores[:, self._columns(row)]
-        torch.matmul(wide, self._of_readers(row).T, out=scores)
-        if self.normed:
-            self.scale[:, row] = (wide.square().mean(-1) + self.eps).rsqrt()
-            scores *= self.scale[:, row, None]
-        else:
-            self.scale[:, row] = 1
         for spent in self.plan.spent[row]:
             self.rows[spent] = None
 
@@ -267,7 +318,7 @@ class TritonHistory:
         )  # fmt: skip
         constants = {"QUERIES": triton.next_power_of_2(len(reads)), "BEGUN": begun >= 0, "DONE": out is not None}
         blocks, block = self._blocks()
-        self._run(_mix, blocks, arguments, kept or [self.none], BLOCK=block, num_warps=2, **constants)
+        self._run(_mix, (self.tokens, blocks), arguments, kept or [self.none], BLOCK=block, num_warps=2, **constants)
 
     def _blocks(self) -> tuple[int, int]:
         """How many blocks a row has, and of how many columns."""
@@ -296,7 +347,7 @@ class TritonHistory:
         kept = gradient.contiguous()
         self.gradients[read] = kept
         arguments = kept, h, self.means, read, len(self.plan.reads)
-        self._run(_project, 1, arguments, [], BLOCK=self._blocks()[1], num_warps=2)
+        self._run(_project, (self.tokens, 1), arguments, [], BLOCK=self._blocks()[1], num_warps=2)
 
     def receive_nothing(self, read: int) -> None:
         """A read that the loss does not depend on."""
@@ -347,7 +398,14 @@ class TritonHistory:
             self.plan.columns[-1], len(self.plan.joins), len(self.plan.reads),
         )  # fmt: skip
         constants = {"BLOCK": min(SLICE, self._blocks()[1]), "ROWS": triton.next_power_of_2(len(rows)), "READS": MOST}
-        self._run(_differentiate, -(-len(reads) // MOST), arguments, [*kept, *gradients], num_warps=4, **constants)
+        self._run(
+            _differentiate,
+            (self.tokens, -(-len(reads) // MOST)),
+            arguments,
+            [*kept, *gradients],
+            num_warps=4,
+            **constants,
+        )
 
     def _gather(
         self, rows: Sequence[int], reads: tuple[int, ...], parts: Tensor, out: Tensor | None, begun: int
@@ -362,7 +420,7 @@ class TritonHistory:
         )  # fmt: skip
         constants = {"ROWS": triton.next_power_of_2(len(rows)), "BEGUN": begun >= 0, "DONE": out is not None}
         blocks, block = self._blocks()
-        self._run(_gather, blocks, arguments, [*kept, *gradients], BLOCK=block, num_warps=2, **constants)
+        self._run(_gather, (self.tokens, blocks), arguments, [*kept, *gradients], BLOCK=block, num_warps=2, **constants)
 
     def _norms(self, row: int) -> Tensor:
         """(r_i / d) sum_l c_li s_li, [T]: what a row's norm takes back; 0 where keys have none."""
