@@ -124,6 +124,7 @@ VARIANTS = {
     "full": AttnResOptions(),
     "block": AttnResOptions(block=2),
     "window": AttnResOptions(window=3),
+    "stride": AttnResOptions(stride=2),
     "no norm": AttnResOptions(key_norm=False),
 }
 
@@ -183,7 +184,7 @@ def assert_as_defined(options: AttnResOptions, leaves: list[Tensor], bound: floa
 @pytest.mark.usefixtures("_bank_by_triton")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_pass(variant: str) -> None:
-    assert_as_defined(VARIANTS[variant], pass_leaves(5 if variant == "full" else 2), 1e-5)
+    assert_as_defined(VARIANTS[variant], pass_leaves(5 if variant == "full" else 1), 1e-5)
 
 
 @pytest.mark.usefixtures("_bank_by_triton")

@@ -17,6 +17,9 @@ __all__ = ["depth_attention", "implementation", "triton_module"]
 
 
 _FUSED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that a kernel takes."""
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would replay the addresses of the sources
 
 
 def implementation(source: Tensor) -> str:
@@ -74,7 +77,7 @@ def triton_module(name: str) -> ModuleType:
         ) from error
 
 
-@torch.library.custom_op("reslab::depth_attention", mutates_args=())
+@torch.library.custom_op("reslab::depth_attention", mutates_args=(), tags=_TAGS)
 def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h [T, d] in the sources' dtype, and for the backward pass, in float32, 1/rms and s [T, n] after what gives a:
     Numba's a [T, n], or Triton's ln sum exp s [T]."""
@@ -94,7 +97,7 @@ def _(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor,
     return out, weights, query.new_empty(shape), query.new_empty(shape)
 
 
-@torch.library.custom_op("reslab::depth_attention_backward", mutates_args=())
+@torch.library.custom_op("reslab::depth_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     grad: Tensor, query: Tensor, sources: list[Tensor], saved: list[Tensor], eps: float
 ) -> tuple[Tensor, list[Tensor]]:

@@ -236,12 +236,12 @@ class TritonHistory:
         first = self.plan.columns[row]
         return slice(first, first + len(self.plan.readers[row]))
 
-    def _of_readers(self, row: int) -> Tensor:
-        """The queries [n, d] that read a row."""
+    def _readers(self, row: int) -> slice | list[int]:
+        """The reads of a row; a slice, which costs no copy, where they are neighbours."""
         readers = self.plan.readers[row]
         if readers[-1] - readers[0] + 1 == len(readers):
-            return self.queries[readers[0] : readers[-1] + 1]
-        return self.queries[list(readers)]
+            return slice(readers[0], readers[-1] + 1)
+        return list(readers)
 
     def _kept(self, row: int) -> Tensor:
         kept = self.rows[row]
@@ -272,7 +272,7 @@ class TritonHistory:
         update = update.contiguous()
         before = self._kept(row - 1) if self.plan.joins[row] else None
         kept = update if before is None else torch.empty_like(update)
-        queries = self._of_readers(row)
+        queries = self.queries[self._readers(row)]
         block = max(16, min(MOST_QUERIES, triton.next_power_of_2(len(queries))))  # a matrix product takes 16 or more
         arguments = (
             update, update if before is None else before, kept, queries, self.scores, self.scale, self.tokens,
@@ -375,12 +375,12 @@ class TritonHistory:
         out = self._empty(self.tokens, self.width)
         parts = self.pulled[1] if group.common and self.pulled is not None else self.none
         self._gather((row,), group.own[number], parts, out, number if group.common else -1)
-        by_score = self.by_score[:, columns]
-        out.addmm_(by_score, self._of_readers(row))
+        by_score, readers = self.by_score[:, columns], self._readers(row)
+        out.addmm_(by_score, self.queries[readers])
         for more in (above, extra):
             if more is not None:
                 out += more
-        self.by_query[list(self.plan.readers[row])] += by_score.T @ kept.float()
+        self.by_query[readers] = self.by_query[readers].addmm_(by_score.T, kept.float())  # in place: no autocast
         return out.to(self.dtype)
 
     def _events(self, reads: Sequence[int]) -> tuple[list[Tensor], Tensor]:

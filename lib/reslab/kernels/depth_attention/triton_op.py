@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from reslab.schema import UserError
+
 __all__ = ["aligned", "backward", "element", "forward", "one", "places", "table", "values"]
 
 WIDEST = 8192
@@ -165,8 +167,14 @@ def _backward(
 def table(tensors: Sequence[Tensor], device: torch.device, *more: Sequence[int]) -> Tensor:
     """Addresses of n tensors [T, d], bytes from row to row, and `more` numbers of each: [2 + more, n], on their device.
 
-    From pinned memory, so that nothing waits for the device.
+    From pinned memory, so that nothing waits for the device. A UserError while a CUDA graph is captured, which would
+    replay the addresses of now.
     """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UserError(
+            "depth attention: addresses of tensors do not go into CUDA graphs; leave it out of what is captured, or "
+            "build the model with ConnectionConfig('attnres', kernel='naive')"
+        )
     numbers = [[x.data_ptr() for x in tensors], [x.stride(0) * x.itemsize for x in tensors], *more]
     pinned = device.type == "cuda"
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=pinned)
