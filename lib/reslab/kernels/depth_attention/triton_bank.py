@@ -369,12 +369,10 @@ class TritonHistory:
         if group.common and (self.pulled is None or self.pulled[0] is not group):
             parts = self._empty(MOST, self.tokens, self.width) if self.pulled is None else self.pulled[1]
             self.pulled = group, parts
-            self._differentiate(group.members, group.common)
-            self._gather(group.members, group.common, parts, None, -1)
-        self._differentiate((row,), group.own[number])
+            self._pull(group.members, group.common, parts, None, -1)
         out = self._empty(self.tokens, self.width)
         parts = self.pulled[1] if group.common and self.pulled is not None else self.none
-        self._gather((row,), group.own[number], parts, out, number if group.common else -1)
+        self._pull((row,), group.own[number], parts, out, number if group.common else -1)
         by_score, readers = self.by_score[:, columns], self._readers(row)
         out.addmm_(by_score, self.queries[readers])
         for more in (above, extra):
@@ -383,44 +381,31 @@ class TritonHistory:
         self.by_query[readers] = self.by_query[readers].addmm_(by_score.T, kept.float())  # in place: no autocast
         return out.to(self.dtype)
 
-    def _events(self, reads: Sequence[int]) -> tuple[list[Tensor], Tensor]:
-        """The gradients of some reads, and their table: addresses, strides and numbers."""
-        kept = [gradient for gradient in (self.gradients[read] for read in reads) if gradient is not None]
-        return kept, table(kept, self.device, reads)
+    def _pull(self, rows: Sequence[int], reads: tuple[int, ...], parts: Tensor, out: Tensor | None, begun: int) -> None:
+        """What reads, neighbours among those of each row, add to the gradients of rows.
 
-    def _differentiate(self, rows: Sequence[int], reads: tuple[int, ...]) -> None:
-        """Fill in `by_score` for these rows, and these reads of each, which are neighbours there."""
-        if not reads:
-            return
-        (kept, of_rows), (gradients, of_reads) = self._rows(rows, reads[0]), self._events(reads)
-        arguments = (
-            of_rows, of_reads, self.scores, self.scale, self.logs, self.means, self.by_score, len(rows), len(reads),
-            self.plan.columns[-1], len(self.plan.joins), len(self.plan.reads),
+        `by_score` is filled in, and all that is not by way of the queries goes to `parts`, or to `out`.
+        """
+        kept, of_rows = self._rows(rows, reads[0] if reads else self.plan.readers[rows[0]][0])
+        gradients = [gradient for gradient in (self.gradients[read] for read in reads) if gradient is not None]
+        of_reads = table(gradients, self.device, reads)
+        tensors, block = [*kept, *gradients], self._blocks()[1]
+        counts = len(rows), len(reads), self.plan.columns[-1]
+        constants = {"ROWS": triton.next_power_of_2(len(rows))}
+        arguments: tuple[Any, ...] = (
+            of_rows, of_reads, self.scores, self.scale, self.logs, self.means, self.by_score, *counts,
+            len(self.plan.joins), len(self.plan.reads),
         )  # fmt: skip
-        constants = {"BLOCK": min(SLICE, self._blocks()[1]), "ROWS": triton.next_power_of_2(len(rows)), "READS": MOST}
-        self._run(
-            _differentiate,
-            (self.tokens, -(-len(reads) // MOST)),
-            arguments,
-            [*kept, *gradients],
-            num_warps=4,
-            **constants,
-        )
-
-    def _gather(
-        self, rows: Sequence[int], reads: tuple[int, ...], parts: Tensor, out: Tensor | None, begun: int
-    ) -> None:
-        """What reads add to the gradients of rows: to `parts`, or to `out` all that is not by way of the queries."""
-        read = reads[0] if reads else self.plan.readers[rows[0]][0]
-        (kept, of_rows), (gradients, of_reads) = self._rows(rows, read), self._events(reads)
+        if reads:
+            grid, tile = (self.tokens, -(-len(reads) // MOST)), {"BLOCK": min(SLICE, block), "READS": MOST}
+            self._run(_differentiate, grid, arguments, tensors, num_warps=4, **tile, **constants)
+        norms, to = (self.none, self.none) if out is None else (self._norms(rows[0]), out)
         arguments = (
-            of_rows, of_reads, self.scores, self.logs, self.none if out is None else self._norms(rows[0]), parts,
-            self.none if out is None else out, self.tokens, len(rows), len(reads), self.plan.columns[-1], max(begun, 0),
+            of_rows, of_reads, self.scores, self.logs, norms, parts, to, self.tokens, *counts, max(begun, 0),
             len(self.plan.reads),
         )  # fmt: skip
-        constants = {"ROWS": triton.next_power_of_2(len(rows)), "BEGUN": begun >= 0, "DONE": out is not None}
-        blocks, block = self._blocks()
-        self._run(_gather, (self.tokens, blocks), arguments, [*kept, *gradients], BLOCK=block, num_warps=2, **constants)
+        constants |= {"BEGUN": begun >= 0, "DONE": out is not None, "BLOCK": block}
+        self._run(_gather, (self.tokens, self._blocks()[0]), arguments, tensors, num_warps=2, **constants)
 
     def _norms(self, row: int) -> Tensor:
         """(r_i / d) sum_l c_li s_li, [T]: what a row's norm takes back; 0 where keys have none."""

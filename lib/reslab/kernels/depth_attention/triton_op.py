@@ -22,7 +22,7 @@ from reslab.schema import UserError
 __all__ = ["aligned", "backward", "element", "forward", "one", "places", "table", "values"]
 
 WIDEST = 8192
-"""Columns that a program holds at once; wider rows are gone through in blocks of so many."""
+"""Columns that a program holds at once; wider rows are gone through in blocks of half as many."""
 
 PER_THREAD = 16
 """Columns that a thread holds at once."""
@@ -192,7 +192,7 @@ def element(dtype: torch.dtype) -> Any:
 
 def settings(width: int, dtype: torch.dtype, in_pieces: bool) -> dict[str, Any]:
     """What a kernel is compiled for: constants, and options of the compiler."""
-    block = min(triton.next_power_of_2(width), WIDEST)
+    block = triton.next_power_of_2(width) if width <= WIDEST else WIDEST // 2
     return {
         "WIDTH": width,
         "BLOCK": block,
