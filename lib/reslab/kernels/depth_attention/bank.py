@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from reslab.kernels.depth_attention.op import triton_module
 from reslab.kernels.depth_attention.plan import Plan
 from reslab.schema import UserError
 
@@ -35,10 +36,14 @@ def implementation(x: Tensor) -> str | None:
     """What runs a bank of rows like x: `numba` on the CPU, `triton` on CUDA, None where nothing does."""
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         return "numba"
+    if x.device.type == "cuda" and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return "triton"
     return None
 
 
 def _history(plan: Plan, like: Tensor, queries: Tensor, eps: float, normed: bool) -> History:
+    if implementation(like) == "triton":
+        return triton_module("triton_bank").TritonHistory(plan, like, queries, eps, normed)
     from reslab.kernels.depth_attention.cpu_bank import CpuHistory  # it takes a second to import
 
     return CpuHistory(plan, like, queries, eps, normed)

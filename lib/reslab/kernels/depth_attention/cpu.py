@@ -198,7 +198,7 @@ def forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, T
 def backward(
     grad: Tensor, query: Tensor, sources: list[Tensor], weights: Tensor, scale: Tensor, scores: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gradients of the query [d] in float32 and of each source [T, d]; `grad` [T, d] is that of h, the rest `forward`'s."""
+    """Gradients of the query [d], in float32, and of each source [T, d]; `grad` [T, d] is that of h."""
     rows, places, strides = _rows(sources)
     (tokens, width), padded, grad = grad.shape, _padded(query), grad.contiguous()
     gradients = [grad.new_empty(tokens, width) for _ in rows]

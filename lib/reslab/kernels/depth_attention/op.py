@@ -4,6 +4,8 @@ Letters as in `naive`.
 """
 
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -11,12 +13,19 @@ from torch import Tensor
 from reslab.kernels.depth_attention import naive
 from reslab.schema import UserError
 
-__all__ = ["depth_attention", "implementation"]
+__all__ = ["depth_attention", "implementation", "triton_module"]
+
+
+_FUSED = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes that a kernel takes."""
+
+_TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would replay the addresses of the sources
 
 
 def implementation(source: Tensor) -> str:
-    """What runs depth attention of sources like this one: `numba` on the CPU, else `naive`."""
-    return "numba" if source.device.type == "cpu" and source.dtype != torch.float64 else "naive"
+    """What runs depth attention of sources like this one: `numba` on the CPU, `triton` on CUDA, else `naive`."""
+    fused = {"cpu": "numba", "cuda": "triton"}
+    return "naive" if source.dtype not in _FUSED else fused.get(source.device.type, "naive")
 
 
 def depth_attention(query: Tensor, sources: Sequence[Tensor], eps: float = 1e-6, gain: Tensor | None = None) -> Tensor:
@@ -57,9 +66,23 @@ def _wide(x: Tensor) -> Tensor:
     return x.detach().float().contiguous()
 
 
-@torch.library.custom_op("reslab::depth_attention", mutates_args=())
+def triton_module(name: str) -> ModuleType:
+    """A module of kernels for CUDA, `triton_op` or `triton_bank`; a UserError where Triton is missing."""
+    try:
+        return import_module(f"reslab.kernels.depth_attention.{name}")
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"depth attention on CUDA runs by Triton, which is not here ({error}); install it with `pip install "
+            f"'triton>=3.6'`, or build the model with ConnectionConfig('attnres', kernel='naive')"
+        ) from error
+
+
+@torch.library.custom_op("reslab::depth_attention", mutates_args=(), tags=_TAGS)
 def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h [T, d] in the sources' dtype, and for the backward pass a, 1/rms and s [T, n] in float32."""
+    """h [T, d] in the sources' dtype, and for the backward pass, in float32, 1/rms and s [T, n] after what gives a:
+    Numba's a [T, n], or Triton's ln sum exp s [T]."""
+    if implementation(sources[0]) == "triton":
+        return triton_module("triton_op").forward(_wide(query), [source.detach() for source in sources], eps)
     from reslab.kernels.depth_attention import cpu  # it takes a second to import
 
     return cpu.forward(_wide(query), [source.detach() for source in sources], eps)
@@ -68,15 +91,22 @@ def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, 
 @_forward.register_fake
 def _(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    weights, scale, scores = (query.new_empty(out.shape[0], len(sources)) for _ in range(3))
-    return out, weights, scale, scores
+    shape = out.shape[0], len(sources)
+    weights = query.new_empty(shape[:1] if implementation(sources[0]) == "triton" else shape)
+    return out, weights, query.new_empty(shape), query.new_empty(shape)
 
 
-@torch.library.custom_op("reslab::depth_attention_backward", mutates_args=())
+@torch.library.custom_op("reslab::depth_attention_backward", mutates_args=(), tags=_TAGS)
 def _backward(
     grad: Tensor, query: Tensor, sources: list[Tensor], saved: list[Tensor], eps: float
 ) -> tuple[Tensor, list[Tensor]]:
     """Gradients of the query [d] and of each source [T, d], in their dtypes."""
+    if implementation(sources[0]) == "triton":
+        narrow = [source.detach() for source in sources]
+        by_query, by_source = triton_module("triton_op").backward(
+            grad.detach().contiguous(), _wide(query), narrow, *saved
+        )
+        return by_query.to(query.dtype), by_source
     from reslab.kernels.depth_attention import cpu
 
     rows = [source.detach() for source in sources]
