@@ -627,6 +627,18 @@ class CpuHistory:
         self.begun, self.pulled = None, None
         self.pulling: dict[bool, tuple[Index, Index]] = {}
         self.pulled_parts = self._empty(LANES, self.apart)
+        self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        """Something finite for rows that are not there, as layers were skipped or are yet to run: a group of rows is gone
+        through as a whole. No read has a weight for them."""
+        missing = [row for row, kept in enumerate(self.rows.kept) if kept is None]
+        if missing:
+            ones = torch.ones(self.tokens, self.padded, dtype=self.dtype)
+        for row in missing:
+            self.rows.keep(row, ones)
+            self.scores[self.layout.begin(row) : self.layout.begin(row + 1)] = 0
+            self.scale[row] = 1
 
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None:
         """The gradient [T, d] of what `mix` gave for a read."""
