@@ -483,18 +483,23 @@ class _Tensors:
         self.places = np.zeros(count, dtype=np.int64)
 
     def keep(self, number: int, tensor: Tensor) -> None:
-        self.kept[number], self.versions[number], self.places[number] = tensor, tensor._version, _place(tensor)
+        self.kept[number], self.versions[number], self.places[number] = tensor, _version(tensor), _place(tensor)
 
     def drop(self, number: int) -> None:
         self.kept[number] = None
 
     def require_unchanged(self, number: int) -> None:
         tensor = self.kept[number]
-        if tensor is not None and tensor._version != self.versions[number]:
+        if tensor is not None and _version(tensor) != self.versions[number]:
             raise UserError(
                 "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps "
                 "it; change a copy of it"
             )
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of changes in place; those in inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _address(numbers: Index) -> int:
