@@ -128,12 +128,10 @@ class AttnResOptions(ConnectionOptions):
 
     def plan(self, sublayers: int, keep: bool) -> Plan:
         """What each sublayer, and the output last, reads of these rows."""
-        reads = []
-        for count in range(1, sublayers + 2):
-            rows = self.rows(count)
-            reads.append(tuple(rows[place] for place in self.places(len(rows))))
+        sources = tuple(tuple(self.rows(count)) for count in range(1, sublayers + 2))
+        reads = tuple(tuple(rows[place] for place in self.places(len(rows))) for rows in sources)
         joins = (False, *(index % self.block > 0 for index in range(sublayers)))
-        return Plan.of(tuple(reads), joins, keep)
+        return Plan.of(reads, joins, keep, sources)
 
     def places(self, count: int) -> list[int]:
         """Which of `count` sources are read, oldest first; 0 is the embedding."""
