@@ -164,9 +164,13 @@ class Banked(NamedTuple):
     ends: "DepthEnds"
 
     def sources(self) -> Sources:
-        """The same as tensors of their own, for what the bank does not do: layers skipped, swapped or repeated."""
-        values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.count))
-        keys = tuple(key for value in values for key in self.ends.key_of(value))
+        """The same as tensors of their own, for what the bank does not do: layers skipped, swapped or repeated.
+
+        With gradients if the pass has them, though a layer may not.
+        """
+        with torch.set_grad_enabled(self.bank.plan.keep or torch.is_grad_enabled()):
+            values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.count))
+            keys = tuple(key for value in values for key in self.ends.key_of(value))
         block = -1 if self.count == 1 else (self.count - 2) // self.ends.options.block
         return Sources(values, keys, block, self.ends)
 
