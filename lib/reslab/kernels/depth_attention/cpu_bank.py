@@ -477,8 +477,8 @@ def _integers(numbers: Sequence[int]) -> Index:
 def _require_version(tensor: Tensor, version: int) -> None:
     if _version(tensor) != version:
         raise UserError(
-            "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps it; "
-            "change a copy of it"
+            "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps "
+            "it; change a copy of it"
         )
 
 
@@ -643,8 +643,8 @@ class CpuHistory:
         self._fill_gaps()
 
     def _fill_gaps(self) -> None:
-        """Something finite for rows that are not there, as layers were skipped or are yet to run: a group of rows is gone
-        through as a whole. No read has a weight for them."""
+        """Something finite for rows that are not there, as layers were skipped or are yet to run: kernels go through a
+        group of rows as a whole. No read has a weight for them."""
         missing = [row for row, kept in enumerate(self.rows.kept) if kept is None]
         if missing:
             ones = torch.ones(self.tokens, self.padded, dtype=self.dtype)
