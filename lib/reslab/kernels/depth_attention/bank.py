@@ -99,14 +99,16 @@ class Bank:
 
     def takes_read(self, read: int, count: int) -> bool:
         """Whether a read of the first `count` rows is the one planned, and has not been yet."""
-        return self._in_step(count, read + 1) and (read not in self.reads or _in_backward() >= 0)
+        fits = count == read + 1 and (self.plan.keep or not torch.is_grad_enabled())
+        return fits and (read not in self.reads or _in_backward() >= 0)
 
     def takes_row(self, row: int, count: int) -> bool:
-        """Whether a row after the first `count` is the one planned, and is not there yet."""
-        return self._in_step(count, row) and (row == self.written or _in_backward() >= 0)
+        """Whether a row after the first `count` is the one planned, and is not there yet.
 
-    def _in_step(self, count: int, planned: int) -> bool:
-        return count == planned and (self.plan.keep or not torch.is_grad_enabled())
+        One without gradients among others with them is not: nothing would pull what it adds to those of the queries.
+        """
+        fits = count == row and self.plan.keep == torch.is_grad_enabled()
+        return fits and (row == self.written or _in_backward() >= 0)
 
     def begin(self, x: Tensor, queries: Tensor, eps: float, normed: bool) -> None:
         self.history = _history(self.plan, self.flat(x), queries, eps, normed)

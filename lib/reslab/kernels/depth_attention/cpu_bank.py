@@ -508,6 +508,14 @@ def _integers(numbers: Sequence[int]) -> Index:
     return np.array(numbers, dtype=np.int64)
 
 
+def _require_version(tensor: Tensor, version: int) -> None:
+    if _version(tensor) != version:
+        raise UserError(
+            "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps "
+            "it; change a copy of it"
+        )
+
+
 class _Tensors:
     """Tensors [T, d] one by one, and where each begins, in numbers from address 0."""
 
@@ -517,18 +525,20 @@ class _Tensors:
         self.places = np.zeros(count, dtype=np.int64)
 
     def keep(self, number: int, tensor: Tensor) -> None:
-        self.kept[number], self.versions[number], self.places[number] = tensor, tensor._version, _place(tensor)
+        self.kept[number], self.versions[number], self.places[number] = tensor, _version(tensor), _place(tensor)
 
     def drop(self, number: int) -> None:
         self.kept[number] = None
 
     def require_unchanged(self, number: int) -> None:
         tensor = self.kept[number]
-        if tensor is not None and tensor._version != self.versions[number]:
-            raise UserError(
-                "depth attention: what a sublayer put out was changed in place after it had joined the stream, which "
-                "keeps it; change a copy of it"
-            )
+        if tensor is not None:
+            _require_version(tensor, self.versions[number])
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of changes in place; those in inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _address(numbers: Index) -> int:
@@ -565,8 +575,8 @@ class CpuHistory:
         self.across = F.pad(self.queries.T, (0, TILE + LANES)).contiguous()
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None
         """A group of reads and what is summed for it: largest scores, sums of exponentials, sums of rows."""
-        self.waiting: tuple[Step, tuple[Any, ...]] | None = None
-        """A step that the next one takes along, and what it needs until then."""
+        self.waiting: tuple[Step, tuple[Any, ...], int] | None = None
+        """A step that the next one takes along, what it needs until then, and the version of the first of it."""
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.exact)
@@ -636,13 +646,16 @@ class CpuHistory:
     def _wait(self, step: Step, *needed: Any) -> None:
         """Leave a step to the next one, which takes it along; `needed` is kept until then."""
         self.flush()
-        self.waiting = step, needed
+        self.waiting = step, needed, _version(needed[0])
 
     def _run(self, steps: list[Step]) -> None:
         """What waits, and then these steps, on a few tokens at a time, which so stay in the cache."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
-            steps = [waiting[0], *steps]
+            step, (source, *_), version = waiting
+            if step[0] == "write":
+                _require_version(source, version)
+            steps = [step, *steps]
         if steps:
             call([(self.entries[name], arguments) for name, arguments in steps], self.tokens, self.chunk)
 
@@ -669,6 +682,18 @@ class CpuHistory:
         self.pulled: Group | None = None
         self.pulling: dict[bool, tuple[Index, Index]] = {}
         self.pulled_parts = self._empty(LANES, self.apart)
+        self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        """Something finite for rows that are not there, as layers were skipped or are yet to run: kernels go through a
+        group of rows as a whole. No read has a weight for them."""
+        missing = [row for row, kept in enumerate(self.rows.kept) if kept is None]
+        if missing:
+            ones = torch.ones(self.tokens, self.padded, dtype=self.dtype)
+        for row in missing:
+            self.rows.keep(row, ones)
+            self.scores[self.layout.begin(row) : self.layout.begin(row + 1)] = 0
+            self.scale[row] = 1
 
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None:
         """The gradient [T, d] of what `mix` gave for a read."""
