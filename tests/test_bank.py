@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from reslab.kernels.depth_attention import cpu_bank
 from reslab.kernels.depth_attention.bank import Bank, implementation
@@ -446,6 +447,59 @@ def test_checkpointing_changes_no_bit(name: str) -> None:
     assert_equal(gradients(model, loss, retain_graph=True), gradients(model, loss))
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_checkpoint_around_a_whole_pass(inner: bool, reentrant: bool) -> None:
+    def run(model: Decoder) -> list[Tensor]:
+        model.stack.checkpointing = inner
+        out = checkpoint(model.stack, embedded(model), use_reentrant=reentrant)
+        assert isinstance(out, Tensor)
+        return gradients(model, out.square().sum())
+
+    fused, naive = both("full", depth=DEEP)
+    assert_close(run(fused), run(naive))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_stream_written_twice(reentrant: bool) -> None:
+    """A pass that itself begins in a backward pass."""
+
+    def run(model: Decoder) -> list[Tensor]:
+        def branched(x: Tensor) -> Tensor:
+            _, stream = reads_of(model, x, 3)
+            ends = []
+            for scale in (1.0, -2.0):
+                branch = stream
+                for sublayer in model.stack.sublayers()[3:]:
+                    update = scale * sublayer.branch(sublayer.connection.read(branch))
+                    branch = sublayer.connection.write(branch, update)
+                ends.append(model.stack.ends.finish(branch))
+            return ends[0] + ends[1].square()
+
+        out = checkpoint(branched, embedded(model), use_reentrant=reentrant)
+        assert isinstance(out, Tensor)
+        return gradients(model, out.square().sum())
+
+    fused, naive = both("full")
+    assert_close(run(fused), run(naive))
+
+
+def test_a_look_without_gradients_changes_nothing() -> None:
+    def run(model: Decoder) -> list[Tensor]:
+        stream: Any = model.stack.ends.start(embedded(model))
+        seen: list[Tensor] = []
+        for sublayer in model.stack.sublayers():
+            connection = sublayer.connection
+            assert isinstance(connection, AttnRes)
+            with torch.no_grad():
+                seen += [connection.read(stream), *connection.depth_weights(stream)]
+            stream = sublayer(stream)
+        return [*seen, *gradients(model, model.stack.ends.finish(stream).square().sum())]
+
+    fused, naive = both("full", depth=DEEP)
+    assert_close(run(fused), run(naive))
+
+
 @pytest.mark.parametrize("name", FUSED)
 def test_values_without_gradients_are_the_same(name: str) -> None:
     model, _ = both(name, depth=DEEP)
@@ -554,6 +608,9 @@ def test_deep_stacks_that_stop_early(name: str) -> None:
         for model in models:
             with rearranged(model, order):
                 found.append(outcome(model, 7))
+                model.stack.checkpointing = True
+                assert_equal(outcome(model, 7), found[-1])
+                model.stack.checkpointing = False
         assert_close(found[0], found[1], 1e-10)
 
 

@@ -69,7 +69,7 @@ class Bank:
         self.history: History | None = None
         self.written = 0
         self.reads: set[int] = set()
-        self.backward_pass = -1
+        self.begun_in, self.backward_pass = _in_backward(), -1
         self.arrived: set[int] = set()
         self.above: dict[int, Tensor] = {}
         self.extra: dict[int, Tensor] = {}
@@ -100,7 +100,7 @@ class Bank:
     def takes_read(self, read: int, count: int) -> bool:
         """Whether a read of the first `count` rows is the one planned, and has not been yet."""
         fits = count == read + 1 and (self.plan.keep or not torch.is_grad_enabled())
-        return fits and (read not in self.reads or _in_backward() >= 0)
+        return fits and (read not in self.reads or self._computed_again())
 
     def takes_row(self, row: int, count: int) -> bool:
         """Whether a row after the first `count` is the one planned, and is not there yet.
@@ -108,7 +108,12 @@ class Bank:
         One without gradients among others with them is not: nothing would pull what it adds to those of the queries.
         """
         fits = count == row and self.plan.keep == torch.is_grad_enabled()
-        return fits and (row == self.written or _in_backward() >= 0)
+        return fits and (row == self.written or self._computed_again())
+
+    def _computed_again(self) -> bool:
+        """Whether a checkpoint computes layers of this pass again, which may itself have begun in a backward pass."""
+        running = _in_backward()
+        return running >= 0 and (running != self.begun_in or running == self.backward_pass)
 
     def begin(self, x: Tensor, queries: Tensor, eps: float, normed: bool) -> None:
         self.history = _history(self.plan, self.flat(x), queries, eps, normed)

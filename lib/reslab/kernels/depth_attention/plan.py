@@ -46,8 +46,8 @@ class Plan:
     ) -> "Plan":
         """For reads of the rows `reads[l]`, ascending; row i is added to row i - 1 where `joins[i]`.
 
-        `keep` all rows, for a backward pass; else one goes once it is not among `sources[l]`, those that layers which run
-        out of turn may ask for after row l; if not given, those of `reads[l]` and later ones.
+        `keep` all rows, for a backward pass; else one goes once it is not among `sources[l]`, those that layers out of
+        turn may ask for after row l; if not given, those of `reads[l]` and later ones.
         """
         if sources is None:
             later = [set(reads[read]).union(*reads[read:]) for read in range(len(reads))]
