@@ -150,7 +150,7 @@ class Bank:
         self.reads.add(read)
         if torch.is_grad_enabled():
             return _Read.apply(token, self, read)
-        return self.alive().mix(read).to(self.like.dtype).view(self.shape)
+        return self.alive().mix(read).to(self.like.dtype).resize_(self.shape)
 
     def row(self, token: Tensor, row: int) -> Tensor:
         """A row by itself, [..., d]; its gradients join those that are pulled."""
@@ -165,7 +165,7 @@ class Bank:
                 f"depth attention: row {row} of an earlier stream is gone, as nothing was to read it again; go on from "
                 f"the newest stream, run with gradients, or build with ConnectionConfig('attnres', kernel='naive')"
             )
-        return found.view(self.shape)
+        return found.resize_(self.shape)
 
     # --- backward
 
@@ -232,7 +232,7 @@ class _Read(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, bank: Bank, read: int) -> Tensor:
         exact = bank.alive().mix(read)
-        h = exact.to(bank.like.dtype).view(bank.shape)
+        h = exact.to(bank.like.dtype).resize_(bank.shape)  # no view, which nobody could change in place
         ctx.bank, ctx.read = bank, read
         ctx.save_for_backward(h if h.dtype == exact.dtype else exact)
         return h
