@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reslab.kernels.depth_attention import bank, depth_attention, op, triton_bank, triton_op
+from reslab.kernels.depth_attention import bank, depth_attention, naive, op, triton_bank, triton_op
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.schema import UserError
 from test_depth_attention_kernel import DTYPES, EPS, assert_at_the_rounding_floor, made, random, with_gradients
@@ -227,3 +227,20 @@ def test_a_row_changed_in_place_is_refused() -> None:
     update.detach().mul_(2)
     with pytest.raises(UserError, match="changed in place"):
         out.sum().backward()
+
+
+@pytest.mark.usefixtures("_bank_by_triton")
+def test_a_loss_on_an_early_read_of_a_pass_that_goes_no_further() -> None:
+    """Rows of one group with it were never written."""
+    plan = AttnResOptions().plan(12, True)
+    x, queries = torch.randn(1, 24).requires_grad_(), torch.randn(13, 24).requires_grad_()
+    updates = [torch.randn(1, 24).requires_grad_() for _ in range(5)]
+    group = next(group for group in plan.pulling if len(group.members) > 1 and max(group.members) > 5)
+    assert min(group.members) <= 5
+    rows, token = bank.Bank.start(plan, x, queries, EPS, True)
+    for row, update in enumerate(updates, 1):
+        token = rows.write(token, row, update)
+    found = torch.autograd.grad(rows.read(token, 5).square().sum(), [x, queries, *updates])
+    h, _ = naive.depth_attention(queries[5], [x, *updates], EPS)
+    for a, b in zip(found, torch.autograd.grad(h.square().sum(), [x, queries, *updates]), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

@@ -128,12 +128,10 @@ class AttnResOptions(ConnectionOptions):
 
     def plan(self, sublayers: int, keep: bool) -> Plan:
         """What each sublayer, and the output last, reads of these rows."""
-        reads = []
-        for count in range(1, sublayers + 2):
-            rows = self.rows(count)
-            reads.append(tuple(rows[place] for place in self.places(len(rows))))
+        sources = tuple(tuple(self.rows(count)) for count in range(1, sublayers + 2))
+        reads = tuple(tuple(rows[place] for place in self.places(len(rows))) for rows in sources)
         joins = (False, *(index % self.block > 0 for index in range(sublayers)))
-        return Plan.of(tuple(reads), joins, keep)
+        return Plan.of(reads, joins, keep, sources)
 
     def places(self, count: int) -> list[int]:
         """Which of `count` sources are read, oldest first; 0 is the embedding."""
@@ -166,9 +164,13 @@ class Banked(NamedTuple):
     ends: "DepthEnds"
 
     def sources(self) -> Sources:
-        """The same as tensors of their own, for what the bank does not do: layers skipped, swapped or repeated."""
-        values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.rows))
-        keys = tuple(key for value in values for key in self.ends.key_of(value))
+        """The same as tensors of their own, for what the bank does not do: layers skipped, swapped or repeated.
+
+        With gradients if the pass has them, though a layer may not.
+        """
+        with torch.set_grad_enabled(self.bank.plan.keep or torch.is_grad_enabled()):
+            values = tuple(self.bank.row(self.token, row) for row in self.ends.options.rows(self.rows))
+            keys = tuple(key for value in values for key in self.ends.key_of(value))
         block = -1 if self.rows == 1 else (self.rows - 2) // self.ends.options.block
         return Sources(values, keys, block, self.ends)
 

@@ -69,7 +69,7 @@ class Bank:
         self.history: History | None = None
         self.written = 0
         self.reads: set[int] = set()
-        self.backward_pass = -1
+        self.begun_in, self.backward_pass = _in_backward(), -1
         self.arrived: set[int] = set()
         self.above: dict[int, Tensor] = {}
         self.extra: dict[int, Tensor] = {}
@@ -99,14 +99,21 @@ class Bank:
 
     def takes_read(self, read: int, count: int) -> bool:
         """Whether a read of the first `count` rows is the one planned, and has not been yet."""
-        return self._in_step(count, read + 1) and (read not in self.reads or _in_backward() >= 0)
+        fits = count == read + 1 and (self.plan.keep or not torch.is_grad_enabled())
+        return fits and (read not in self.reads or self._computed_again())
 
     def takes_row(self, row: int, count: int) -> bool:
-        """Whether a row after the first `count` is the one planned, and is not there yet."""
-        return self._in_step(count, row) and (row == self.written or _in_backward() >= 0)
+        """Whether a row after the first `count` is the one planned, and is not there yet.
 
-    def _in_step(self, count: int, planned: int) -> bool:
-        return count == planned and (self.plan.keep or not torch.is_grad_enabled())
+        One without gradients among others with them is not: nothing would pull what it adds to those of the queries.
+        """
+        fits = count == row and self.plan.keep == torch.is_grad_enabled()
+        return fits and (row == self.written or self._computed_again())
+
+    def _computed_again(self) -> bool:
+        """Whether a checkpoint computes layers of this pass again, which may itself have begun in a backward pass."""
+        running = _in_backward()
+        return running >= 0 and (running != self.begun_in or running == self.backward_pass)
 
     def begin(self, x: Tensor, queries: Tensor, eps: float, normed: bool) -> None:
         self.history = _history(self.plan, self.flat(x), queries, eps, normed)
@@ -143,7 +150,7 @@ class Bank:
         self.reads.add(read)
         if torch.is_grad_enabled():
             return _Read.apply(token, self, read)
-        return self.alive().mix(read).to(self.like.dtype).view(self.shape)
+        return self.alive().mix(read).to(self.like.dtype).resize_(self.shape)
 
     def row(self, token: Tensor, row: int) -> Tensor:
         """A row by itself, [..., d]; its gradients join those that are pulled."""
@@ -158,7 +165,7 @@ class Bank:
                 f"depth attention: row {row} of an earlier stream is gone, as nothing was to read it again; go on from "
                 f"the newest stream, run with gradients, or build with ConnectionConfig('attnres', kernel='naive')"
             )
-        return found.view(self.shape)
+        return found.resize_(self.shape)
 
     # --- backward
 
@@ -225,7 +232,7 @@ class _Read(Function):
     @staticmethod
     def forward(ctx: Any, token: Tensor, bank: Bank, read: int) -> Tensor:
         exact = bank.alive().mix(read)
-        h = exact.to(bank.like.dtype).view(bank.shape)
+        h = exact.to(bank.like.dtype).resize_(bank.shape)  # no view, which nobody could change in place
         ctx.bank, ctx.read = bank, read
         ctx.save_for_backward(h if h.dtype == exact.dtype else exact)
         return h

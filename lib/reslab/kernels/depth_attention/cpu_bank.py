@@ -127,8 +127,7 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
         ahead = min(t + 1, stop - 1)
         for i in range(rows):
             prefetch(scores, integer(at, i) + ahead * integer(segments, i), wide)
-            for j in range(0, padded, 16):
-                prefetch(0, integer(places, i) + ahead * padded + j, tag)
+        _ahead(places, rows, ahead * padded, padded, tag)
         top = splat(wide - np.float32(np.inf))
         for i in range(rows):
             score = load(scores, integer(at, i) + t * integer(segments, i), wide) * splat(
@@ -157,15 +156,11 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
                     c0, c1 = fma(k, x, c0), fma(k, y, c1)
                     k = splat(load_one(a, i * LANES + q + 3, wide))
                     d0, d1 = fma(k, x, d0), fma(k, y, d1)
-                to, far = q * apart + t * padded + j, apart
-                store(parts, to, a0, wide)
-                store(parts, to + LANES, a1, wide)
-                store(parts, to + far, b0, wide)
-                store(parts, to + far + LANES, b1, wide)
-                store(parts, to + 2 * far, c0, wide)
-                store(parts, to + 2 * far + LANES, c1, wide)
-                store(parts, to + 3 * far, d0, wide)
-                store(parts, to + 3 * far + LANES, d1, wide)
+                to = parts + q * apart + t * padded + j
+                _store_two(to, a0, a1, wide)
+                _store_two(to + apart, b0, b1, wide)
+                _store_two(to + 2 * apart, c0, c1, wide)
+                _store_two(to + 3 * apart, d0, d1, wide)
 
 
 def mix(arguments: Any, start: Any, stop: Any) -> None:
@@ -182,12 +177,10 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
     a = memory.ctypes.data
     for t in range(start, stop):
         ahead = min(t + 2, stop - 1)
-        for i in range(count):
-            for j in range(0, padded, 16):
-                prefetch(0, integer(places, i) + ahead * padded + j, tag)
+        _ahead(places, count, ahead * padded, padded, tag)
         if begun >= 0:
             for j in range(0, padded, 16):
-                prefetch(parts, begun * apart + ahead * padded + j, wide)
+                prefetch(0, parts + begun * apart + ahead * padded + j, wide)
         top = wide - np.float32(np.inf)
         if begun >= 0:
             top = load_one(largest, t * LANES + begun, wide)
@@ -216,9 +209,9 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
         for j in range(0, padded, TILE):
             x = y = splat(wide)
             if begun >= 0:
-                part = begun * apart + t * padded + j
+                part = parts + begun * apart + t * padded + j
                 k = splat(share)
-                x, y = k * load(parts, part, wide), k * load(parts, part + LANES, wide)
+                x, y = k * load(0, part, wide), k * load(0, part + LANES, wide)
             for i in range(count):
                 at_row = integer(places, i) + t * padded + j
                 k = splat(load_one(a, i, wide))
@@ -242,12 +235,122 @@ def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
         store_one(means, query * tokens + t, total(product), wide)
 
 
+@inline
+def _ahead(places: Any, count: Any, from_number: Any, padded: Any, tag: Any) -> None:
+    """Begin to bring some rows of a token to the cache."""
+    for i in range(count):
+        for j in range(0, padded, 2 * LANES):
+            prefetch(0, integer(places, i) + from_number + j, tag)
+
+
+@inline
+def _products(v: Any, sources: Any, base: Any, k: Any, reads: Any, padded: Any, tag: Any, wide: Any) -> Any:
+    """<v, g_l> of a row and up to eight gradients from the k-th on; those behind the last are anything."""
+    last = reads - 1
+    p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = splat(wide)
+    g0, g1 = base + integer(sources, k), base + integer(sources, min(k + 1, last))
+    g2, g3 = base + integer(sources, min(k + 2, last)), base + integer(sources, min(k + 3, last))
+    if reads - k > 4:
+        g4, g5 = base + integer(sources, min(k + 4, last)), base + integer(sources, min(k + 5, last))
+        g6, g7 = base + integer(sources, min(k + 6, last)), base + integer(sources, min(k + 7, last))
+        for j in range(0, padded, LANES):
+            x = load(0, v + j, tag)
+            p0, p1 = fma(x, load(0, g0 + j, tag), p0), fma(x, load(0, g1 + j, tag), p1)
+            p2, p3 = fma(x, load(0, g2 + j, tag), p2), fma(x, load(0, g3 + j, tag), p3)
+            p4, p5 = fma(x, load(0, g4 + j, tag), p4), fma(x, load(0, g5 + j, tag), p5)
+            p6, p7 = fma(x, load(0, g6 + j, tag), p6), fma(x, load(0, g7 + j, tag), p7)
+    elif reads - k > 1:
+        for j in range(0, padded, LANES):
+            x = load(0, v + j, tag)
+            p0, p1 = fma(x, load(0, g0 + j, tag), p0), fma(x, load(0, g1 + j, tag), p1)
+            p2, p3 = fma(x, load(0, g2 + j, tag), p2), fma(x, load(0, g3 + j, tag), p3)
+    else:
+        for j in range(0, padded, LANES):
+            p0 = fma(load(0, v + j, tag), load(0, g0 + j, tag), p0)
+    return totals(p0, p1, p2, p3, p4, p5, p6, p7)
+
+
+@inline
+def _gather_rows(
+    count: Any, padded: Any, sources: Any, events: Any, reads: Any, queries: Any, base: Any, a: Any, c: Any,
+    c_at: Any, events_padded: Any, to: Any, apart: Any, tag: Any, wide: Any,
+) -> None:  # fmt: skip
+    """sum_l (a_li g_l + c_li w_l) of a token, for four rows at once, to memory `to`, rows `apart`."""
+    for i in range(0, count, 4):
+        at = i * events_padded
+        for j in range(0, padded, TILE):
+            x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
+            for k in range(reads):
+                g = base + integer(sources, k) + j
+                g0, g1 = load(0, g, tag), load(0, g + LANES, tag)
+                q = integer(events, k) * padded + j
+                q0, q1 = load(queries, q, wide), load(queries, q + LANES, wide)
+                f, e = splat(load_one(a, at + k, wide)), splat(load_one(c, c_at + at + k, wide))
+                x0, x1 = fma(e, q0, fma(f, g0, x0)), fma(e, q1, fma(f, g1, x1))
+                n = at + events_padded + k
+                f, e = splat(load_one(a, n, wide)), splat(load_one(c, c_at + n, wide))
+                y0, y1 = fma(e, q0, fma(f, g0, y0)), fma(e, q1, fma(f, g1, y1))
+                n = at + 2 * events_padded + k
+                f, e = splat(load_one(a, n, wide)), splat(load_one(c, c_at + n, wide))
+                z0, z1 = fma(e, q0, fma(f, g0, z0)), fma(e, q1, fma(f, g1, z1))
+                n = at + 3 * events_padded + k
+                f, e = splat(load_one(a, n, wide)), splat(load_one(c, c_at + n, wide))
+                w0, w1 = fma(e, q0, fma(f, g0, w0)), fma(e, q1, fma(f, g1, w1))
+            _store_two(to + i * apart + j, x0, x1, wide)
+            _store_two(to + (i + 1) * apart + j, y0, y1, wide)
+            _store_two(to + (i + 2) * apart + j, z0, z1, wide)
+            _store_two(to + (i + 3) * apart + j, w0, w1, wide)
+
+
+@inline
+def _store_two(place: Any, x: Any, y: Any, wide: Any) -> None:
+    store(0, place, x, wide)
+    store(0, place + LANES, y, wide)
+
+
+@inline
+def _add_two(place: Any, x: Any, y: Any, wide: Any) -> None:
+    store(0, place, load(0, place, wide) + x, wide)
+    store(0, place + LANES, load(0, place + LANES, wide) + y, wide)
+
+
+@inline
+def _add_to_queries(
+    v: Any, padded: Any, here: Any, c: Any, c_at: Any, apart: Any, events: Any, reads: Any, to: Any, tag: Any, wide: Any
+) -> None:
+    """c_li v_i of one row and a few tokens (`here`), those of a token `apart`, added to each w_l's gradient at `to`."""
+    for k in range(0, reads - 3, 4):
+        for j in range(0, padded, TILE):
+            x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
+            for u in range(here):
+                v0, v1 = load(0, v + u * padded + j, tag), load(0, v + u * padded + j + LANES, tag)
+                f = splat(load_one(c, c_at + u * apart + k, wide))
+                x0, x1 = fma(f, v0, x0), fma(f, v1, x1)
+                f = splat(load_one(c, c_at + u * apart + k + 1, wide))
+                y0, y1 = fma(f, v0, y0), fma(f, v1, y1)
+                f = splat(load_one(c, c_at + u * apart + k + 2, wide))
+                z0, z1 = fma(f, v0, z0), fma(f, v1, z1)
+                f = splat(load_one(c, c_at + u * apart + k + 3, wide))
+                w0, w1 = fma(f, v0, w0), fma(f, v1, w1)
+            _add_two(to + integer(events, k) * padded + j, x0, x1, wide)
+            _add_two(to + integer(events, k + 1) * padded + j, y0, y1, wide)
+            _add_two(to + integer(events, k + 2) * padded + j, z0, z1, wide)
+            _add_two(to + integer(events, k + 3) * padded + j, w0, w1, wide)
+    for k in range(reads // 4 * 4, reads):
+        for j in range(0, padded, TILE):
+            x0 = x1 = splat(wide)
+            for u in range(here):
+                f, n = splat(load_one(c, c_at + u * apart + k, wide)), v + u * padded + j
+                x0, x1 = fma(f, load(0, n, tag), x0), fma(f, load(0, n + LANES, tag), x1)
+            _add_two(to + integer(events, k) * padded + j, x0, x1, wide)
+
+
 def pull(arguments: Any, start: Any, stop: Any) -> None:
     """What reads `events` add to the gradients of up to eight rows, and these rows to the gradients of the queries.
 
     With a_li = exp(s_li r_i - lse_l) and c_li = a_li (<g_l, v_i> - <g_l, h_l>) r_i:
     dv_i = sum_l (a_li g_l + c_li w_l) - (r_i^2 / d) (sum_l c_li s_li) v_i, and dw_l = sum_i c_li v_i.
-    Sums go to `parts` [T, 8, d] and `norms` [T, 8]; where `begun` is not -1 there is one row, whose sums of that
+    Sums go to `parts` [8, T, d] and `norms` [9, T]; where `begun` is not -1 there is one row, whose sums of that
     number are completed (begun = 8: nothing is begun), and its gradient goes to `out`, with `above` and `extra` added.
     """
     (
@@ -258,106 +361,47 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
     a_memory, c_memory = np.empty((count + 3) * events_padded), np.zeros(TOGETHER * LANES * events_padded)
     lse_memory, mean_memory = np.empty(events_padded), np.empty(events_padded)
     a, c, lse, mean = a_memory.ctypes.data, c_memory.ctypes.data, lse_memory.ctypes.data, mean_memory.ctypes.data
-    last = reads - 1
+    of_token = LANES * events_padded
     for block in range(start, stop, TOGETHER):
         here = min(TOGETHER, stop - block)
         for u in range(here):
-            t = block + u
+            t, ahead = block + u, min(block + u + 2, stop - 1)
+            c_at, base = u * of_token, t * padded
+            _ahead(places, count, ahead * padded, padded, tag)
+            _ahead(sources, reads, ahead * padded, padded, tag)
             for k in range(reads):
                 at_event = integer(events, k) * tokens + t
                 store_one(lse, k, load_one(logs, at_event, wide), wide)
                 store_one(mean, k, load_one(means, at_event, wide), wide)
             for i in range(count):
-                before = load_one(norms, begun * tokens + t, wide) if 0 <= begun < LANES else wide
-                store_one(norms, (i if begun < 0 else LANES) * tokens + t, before, wide)
-            base = t * padded
-            ahead = min(t + 2, stop - 1)
-            if True:
-                for i in range(count):
-                    for j in range(0, padded, 16):
-                        prefetch(0, integer(places, i) + ahead * padded + j, tag)
-                for i in range(count):
-                    for k in range(0, reads, 16):
-                        prefetch(scores, integer(at, i) + ahead * integer(segments, i) + k, wide)
-                for k in range(reads):
-                    for j in range(0, padded, 16):
-                        prefetch(0, integer(sources, k) + ahead * padded + j, tag)
-                if 0 <= begun < LANES:
-                    for j in range(0, padded, 16):
-                        prefetch(parts, begun * apart + ahead * padded + j, wide)
-            for k in range(0, reads, LANES):
-                g0, g1 = base + integer(sources, k), base + integer(sources, min(k + 1, last))
-                g2, g3 = base + integer(sources, min(k + 2, last)), base + integer(sources, min(k + 3, last))
-                g4, g5 = base + integer(sources, min(k + 4, last)), base + integer(sources, min(k + 5, last))
-                g6, g7 = base + integer(sources, min(k + 6, last)), base + integer(sources, min(k + 7, last))
-                for i in range(count):
-                    p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = splat(wide)
-                    v_at = integer(places, i) + t * padded
-                    if reads - k > 4:
-                        for j in range(0, padded, LANES):
-                            v = load(0, v_at + j, tag)
-                            p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
-                            p2, p3 = fma(v, load(0, g2 + j, tag), p2), fma(v, load(0, g3 + j, tag), p3)
-                            p4, p5 = fma(v, load(0, g4 + j, tag), p4), fma(v, load(0, g5 + j, tag), p5)
-                            p6, p7 = fma(v, load(0, g6 + j, tag), p6), fma(v, load(0, g7 + j, tag), p7)
-                    elif reads - k > 1:
-                        for j in range(0, padded, LANES):
-                            v = load(0, v_at + j, tag)
-                            p0, p1 = fma(v, load(0, g0 + j, tag), p0), fma(v, load(0, g1 + j, tag), p1)
-                            p2, p3 = fma(v, load(0, g2 + j, tag), p2), fma(v, load(0, g3 + j, tag), p3)
-                    else:
-                        for j in range(0, padded, LANES):
-                            p0 = fma(load(0, v_at + j, tag), load(0, g0 + j, tag), p0)
-                    r = splat(load_one(scale, integer(slots, i) * tokens + t, wide))
-                    s = first(load(scores, integer(at, i) + t * integer(segments, i) + k, wide), reads - k)
-                    weight = first(exp(s * r - load(lse, k, wide)), reads - k)
-                    by_score = weight * (totals(p0, p1, p2, p3, p4, p5, p6, p7) - load(mean, k, wide)) * r
-                    by_score = first(by_score, reads - k)
+                norm = load_one(norms, begun * tokens + t, wide) if 0 <= begun < LANES else wide
+                r = splat(load_one(scale, integer(slots, i) * tokens + t, wide))
+                for k in range(0, reads, LANES):
+                    left = reads - k
+                    p = _products(integer(places, i) + base, sources, base, k, reads, padded, tag, wide)
+                    s = first(load(scores, integer(at, i) + t * integer(segments, i) + k, wide), left)
+                    weight = first(exp(s * r - load(lse, k, wide)), left)
+                    by_score = first(weight * (p - load(mean, k, wide)) * r, left)
                     store(a, i * events_padded + k, weight, wide)
-                    store(c, (u * 8 + i) * events_padded + k, by_score, wide)
-                    at_norm = (i if begun < 0 else LANES) * tokens + t
-                    store_one(norms, at_norm, load_one(norms, at_norm, wide) + total(by_score * s), wide)
+                    store(c, c_at + i * events_padded + k, by_score, wide)
+                    norm += total(by_score * s)
+                store_one(norms, (i if begun < 0 else LANES) * tokens + t, norm, wide)
             if begun < 0:
-                for i in range(0, count, 4):
-                    a_at, c_at = i * events_padded, (u * 8 + i) * events_padded
-                    for j in range(0, padded, TILE):
-                        x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
-                        for k in range(reads):
-                            g = base + integer(sources, k) + j
-                            g0, g1 = load(0, g, tag), load(0, g + LANES, tag)
-                            q = integer(events, k) * padded + j
-                            q0, q1 = load(queries, q, wide), load(queries, q + LANES, wide)
-                            f, e = splat(load_one(a, a_at + k, wide)), splat(load_one(c, c_at + k, wide))
-                            x0, x1 = fma(e, q0, fma(f, g0, x0)), fma(e, q1, fma(f, g1, x1))
-                            f = splat(load_one(a, a_at + events_padded + k, wide))
-                            e = splat(load_one(c, c_at + events_padded + k, wide))
-                            y0, y1 = fma(e, q0, fma(f, g0, y0)), fma(e, q1, fma(f, g1, y1))
-                            f = splat(load_one(a, a_at + 2 * events_padded + k, wide))
-                            e = splat(load_one(c, c_at + 2 * events_padded + k, wide))
-                            z0, z1 = fma(e, q0, fma(f, g0, z0)), fma(e, q1, fma(f, g1, z1))
-                            f = splat(load_one(a, a_at + 3 * events_padded + k, wide))
-                            e = splat(load_one(c, c_at + 3 * events_padded + k, wide))
-                            w0, w1 = fma(e, q0, fma(f, g0, w0)), fma(e, q1, fma(f, g1, w1))
-                        to, far = i * apart + t * padded + j, apart
-                        store(parts, to, x0, wide)
-                        store(parts, to + LANES, x1, wide)
-                        store(parts, to + far, y0, wide)
-                        store(parts, to + far + LANES, y1, wide)
-                        store(parts, to + 2 * far, z0, wide)
-                        store(parts, to + 2 * far + LANES, z1, wide)
-                        store(parts, to + 3 * far, w0, wide)
-                        store(parts, to + 3 * far + LANES, w1, wide)
+                _gather_rows(
+                    count, padded, sources, events, reads, queries, base, a, c, c_at, events_padded, parts + base,
+                    apart, tag, wide,
+                )  # fmt: skip
             else:
-                r = load_one(scale, integer(slots, 0) * tokens + t, wide)
+                r_one = load_one(scale, integer(slots, 0) * tokens + t, wide)
                 by_norm = wide
                 if normed:
-                    by_norm = -load_one(norms, LANES * tokens + t, wide) * r * r / real(width, wide)
+                    by_norm = -load_one(norms, LANES * tokens + t, wide) * r_one * r_one / real(width, wide)
                 for j in range(0, padded, LANES):
-                    x = splat(by_norm) * load(0, integer(places, 0) + t * padded + j, tag)
+                    x = splat(by_norm) * load(0, integer(places, 0) + base + j, tag)
                     if begun < LANES:
-                        x = x + load(parts, begun * apart + t * padded + j, wide)
+                        x = x + load(0, parts + begun * apart + base + j, wide)
                     for k in range(reads):
-                        f, e = splat(load_one(a, k, wide)), splat(load_one(c, u * 8 * events_padded + k, wide))
+                        f, e = splat(load_one(a, k, wide)), splat(load_one(c, c_at + k, wide))
                         g, q = base + integer(sources, k) + j, integer(events, k) * padded + j
                         x = fma(e, load(queries, q, wide), fma(f, load(0, g, tag), x))
                     if above != 0:
@@ -365,41 +409,10 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
                     if extra != 0:
                         x = x + take(extra + t * width, j, width, tag)
                     put(out + t * width, j, width, x, tag)
-        chunk_at = block // chunk * by_chunk
+        to = by_query + block // chunk * by_chunk
         for i in range(count):
-            for k in range(0, reads - 3, 4):
-                for j in range(0, padded, TILE):
-                    x0 = x1 = y0 = y1 = z0 = z1 = w0 = w1 = splat(wide)
-                    for u in range(here):
-                        v = integer(places, i) + (block + u) * padded + j
-                        v0, v1 = load(0, v, tag), load(0, v + LANES, tag)
-                        c_at = (u * 8 + i) * events_padded + k
-                        f = splat(load_one(c, c_at, wide))
-                        x0, x1 = fma(f, v0, x0), fma(f, v1, x1)
-                        f = splat(load_one(c, c_at + 1, wide))
-                        y0, y1 = fma(f, v0, y0), fma(f, v1, y1)
-                        f = splat(load_one(c, c_at + 2, wide))
-                        z0, z1 = fma(f, v0, z0), fma(f, v1, z1)
-                        f = splat(load_one(c, c_at + 3, wide))
-                        w0, w1 = fma(f, v0, w0), fma(f, v1, w1)
-                    _add(by_query, chunk_at + integer(events, k) * padded + j, x0, x1, wide)
-                    _add(by_query, chunk_at + integer(events, k + 1) * padded + j, y0, y1, wide)
-                    _add(by_query, chunk_at + integer(events, k + 2) * padded + j, z0, z1, wide)
-                    _add(by_query, chunk_at + integer(events, k + 3) * padded + j, w0, w1, wide)
-            for k in range(reads // 4 * 4, reads):
-                for j in range(0, padded, TILE):
-                    x0 = x1 = splat(wide)
-                    for u in range(here):
-                        v = integer(places, i) + (block + u) * padded + j
-                        f = splat(load_one(c, (u * 8 + i) * events_padded + k, wide))
-                        x0, x1 = fma(f, load(0, v, tag), x0), fma(f, load(0, v + LANES, tag), x1)
-                    _add(by_query, chunk_at + integer(events, k) * padded + j, x0, x1, wide)
-
-
-@inline
-def _add(address: Any, offset: Any, x: Any, y: Any, wide: Any) -> None:
-    store(address, offset, load(address, offset, wide) + x, wide)
-    store(address, offset + LANES, load(address, offset + LANES, wide) + y, wide)
+            v = integer(places, i) + block * padded
+            _add_to_queries(v, padded, here, c, i * events_padded, of_token, events, reads, to, tag, wide)
 
 
 # --- compiled for a format ------------------------------------------------------------------------
@@ -495,6 +508,14 @@ def _integers(numbers: Sequence[int]) -> Index:
     return np.array(numbers, dtype=np.int64)
 
 
+def _require_version(tensor: Tensor, version: int) -> None:
+    if _version(tensor) != version:
+        raise UserError(
+            "depth attention: what a sublayer put out was changed in place after it had joined the stream, which keeps "
+            "it; change a copy of it"
+        )
+
+
 class _Tensors:
     """Tensors [T, d] one by one, and where each begins, in numbers from address 0."""
 
@@ -504,18 +525,20 @@ class _Tensors:
         self.places = np.zeros(count, dtype=np.int64)
 
     def keep(self, number: int, tensor: Tensor) -> None:
-        self.kept[number], self.versions[number], self.places[number] = tensor, tensor._version, _place(tensor)
+        self.kept[number], self.versions[number], self.places[number] = tensor, _version(tensor), _place(tensor)
 
     def drop(self, number: int) -> None:
         self.kept[number] = None
 
     def require_unchanged(self, number: int) -> None:
         tensor = self.kept[number]
-        if tensor is not None and tensor._version != self.versions[number]:
-            raise UserError(
-                "depth attention: what a sublayer put out was changed in place after it had joined the stream, which "
-                "keeps it; change a copy of it"
-            )
+        if tensor is not None:
+            _require_version(tensor, self.versions[number])
+
+
+def _version(tensor: Tensor) -> int:
+    """Number of changes in place; those in inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _address(numbers: Index) -> int:
@@ -552,8 +575,8 @@ class CpuHistory:
         self.across = F.pad(self.queries.T, (0, TILE + LANES)).contiguous()
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None
         """A group of reads and what is summed for it: largest scores, sums of exponentials, sums of rows."""
-        self.waiting: tuple[Step, tuple[Any, ...]] | None = None
-        """A step that the next one takes along, and what it needs until then."""
+        self.waiting: tuple[Step, tuple[Any, ...], int] | None = None
+        """A step that the next one takes along, what it needs until then, and the version of the first of it."""
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.exact)
@@ -594,7 +617,7 @@ class CpuHistory:
             if self.begun is None or self.begun[0] is not group:
                 steps.append(self._begin(group, common))
             assert self.begun is not None
-            sums = [part.data_ptr() for part in self.begun[1:]]
+            sums = self._begun()
         steps.append(("mix", (
             _address(places), len(places), self.padded, self.scores.data_ptr(), *own.addresses, self.scale.data_ptr(),
             _address(own.rows), number, *sums, self.apart, _place(out), self.width, self.logs.data_ptr(), read,
@@ -611,19 +634,28 @@ class CpuHistory:
         return "mix_common", (
             _address(self.begun_places), len(common.rows), self.padded, self.scores.data_ptr(), *common.addresses,
             self.scale.data_ptr(), _address(common.rows), len(group.members),
-            *(part.data_ptr() for part in self.begun[1:]), self.apart, self.tokens,
+            *self._begun(), self.apart, self.tokens,
         )  # fmt: skip
+
+    def _begun(self) -> list[int]:
+        """Where the largest scores and the sums of exponentials are, and, in numbers, the sums of rows."""
+        assert self.begun is not None
+        _, largest, sums, parts = self.begun
+        return [largest.data_ptr(), sums.data_ptr(), _place(parts)]
 
     def _wait(self, step: Step, *needed: Any) -> None:
         """Leave a step to the next one, which takes it along; `needed` is kept until then."""
         self.flush()
-        self.waiting = step, needed
+        self.waiting = step, needed, _version(needed[0])
 
     def _run(self, steps: list[Step]) -> None:
         """What waits, and then these steps, on a few tokens at a time, which so stay in the cache."""
         waiting, self.waiting = self.waiting, None
         if waiting is not None:
-            steps = [waiting[0], *steps]
+            step, (source, *_), version = waiting
+            if step[0] == "write":
+                _require_version(source, version)
+            steps = [step, *steps]
         if steps:
             call([(self.entries[name], arguments) for name, arguments in steps], self.tokens, self.chunk)
 
@@ -650,6 +682,18 @@ class CpuHistory:
         self.pulled: Group | None = None
         self.pulling: dict[bool, tuple[Index, Index]] = {}
         self.pulled_parts = self._empty(LANES, self.apart)
+        self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        """Something finite for rows that are not there, as layers were skipped or are yet to run: kernels go through a
+        group of rows as a whole. No read has a weight for them."""
+        missing = [row for row, kept in enumerate(self.rows.kept) if kept is None]
+        if missing:
+            ones = torch.ones(self.tokens, self.padded, dtype=self.dtype)
+        for row in missing:
+            self.rows.keep(row, ones)
+            self.scores[self.layout.begin(row) : self.layout.begin(row + 1)] = 0
+            self.scale[row] = 1
 
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None:
         """The gradient [T, d] of what `mix` gave for a read."""
@@ -688,8 +732,8 @@ class CpuHistory:
         return "pull", (
             _address(places), len(places), self.padded, self.scores.data_ptr(), *rows.addresses, self.scale.data_ptr(),
             _address(rows.rows), _address(sources), _address(reads), len(reads), self.logs.data_ptr(),
-            self.means.data_ptr(), self.queries.data_ptr(), self.by_query.data_ptr(), self.by_query.stride(0),
-            self.pulled_parts.data_ptr(), self.apart, begun, self.norms.data_ptr(), _place(above), _place(extra),
+            self.means.data_ptr(), self.queries.data_ptr(), _place(self.by_query), self.by_query.stride(0),
+            _place(self.pulled_parts), self.apart, begun, self.norms.data_ptr(), _place(above), _place(extra),
             _place(out), self.width, self.normed, self.chunk, self.tokens,
         )  # fmt: skip
 

@@ -7,6 +7,7 @@ Costs are counted in rows, each as large as one activation: they say how much me
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 
 __all__ = ["Group", "Plan"]
 
@@ -33,15 +34,25 @@ class Plan:
     reads: tuple[tuple[int, ...], ...]
     joins: tuple[bool, ...]
     keep: bool
+    sources: tuple[tuple[int, ...], ...]
 
     @staticmethod
     @lru_cache(maxsize=64)
-    def of(reads: tuple[tuple[int, ...], ...], joins: tuple[bool, ...], keep: bool) -> "Plan":
+    def of(
+        reads: tuple[tuple[int, ...], ...],
+        joins: tuple[bool, ...],
+        keep: bool,
+        sources: tuple[tuple[int, ...], ...] | None = None,
+    ) -> "Plan":
         """For reads of the rows `reads[l]`, ascending; row i is added to row i - 1 where `joins[i]`.
 
-        `keep` all rows, for a backward pass; else a row goes once nobody reads it any more.
+        `keep` all rows, for a backward pass; else one goes once it is not among `sources[l]`, those that layers out of
+        turn may ask for after row l; if not given, those of `reads[l]` and later ones.
         """
-        return Plan(reads, joins, keep)
+        if sources is None:
+            later = [set(reads[read]).union(*reads[read:]) for read in range(len(reads))]
+            sources = tuple(tuple(sorted(row for row in rows if row <= last)) for last, rows in enumerate(later))
+        return Plan(reads, joins, keep, sources)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -54,11 +65,11 @@ class Plan:
 
     @cached_property
     def spent(self) -> tuple[tuple[int, ...], ...]:
-        """Of each row, the earlier ones that nobody reads any more once it is written; none where all are kept."""
-        last = [max(readers) for readers in self.readers]
-        return tuple(
-            () if self.keep else tuple(old for old in range(row) if last[old] == row - 1) for row in range(len(last))
-        )
+        """Of each row, the earlier ones that nobody asks for any more once it is written; none where all are kept."""
+        if self.keep:
+            return ((),) * len(self.sources)
+        gone = (sorted({*before} - {*after}) for before, after in pairwise(self.sources))
+        return ((), *(tuple(rows) for rows in gone))
 
     @cached_property
     def columns(self) -> tuple[int, ...]:

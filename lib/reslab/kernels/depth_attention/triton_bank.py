@@ -206,6 +206,11 @@ class _Places:
 _places = lru_cache(maxsize=64)(_Places)
 
 
+def _version(tensor: Tensor) -> int:
+    """Number of changes in place; those in inference mode are not counted."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class TritonHistory:
     """Rows, scores and gradients of one pass, and what is computed from them. `queries` [L, d]; T tokens of `like`.
 
@@ -287,7 +292,7 @@ class TritonHistory:
         }
         grid = -(-self.tokens // TILE), -(-len(queries) // block)
         self._run(_write, grid, arguments, [], num_warps=4, **constants)
-        self.rows[row], self.versions[row] = kept, kept._version
+        self.rows[row], self.versions[row] = kept, _version(kept)
         for spent in self.plan.spent[row]:
             self.rows[spent] = None
 
@@ -341,6 +346,17 @@ class TritonHistory:
         self.begun = None
         self.pulled: tuple[Group, Tensor] | None = None
         """A group of rows, and what is summed for it."""
+        self._fill_gaps()
+
+    def _fill_gaps(self) -> None:
+        """Something finite for rows that are not there, as layers were skipped or are yet to run: kernels go through a
+        group of rows as a whole. No read has a weight for them."""
+        missing = [row for row, kept in enumerate(self.rows) if kept is None]
+        ones = torch.ones(self.tokens, self.width, dtype=self.dtype, device=self.device) if missing else None
+        for row in missing:
+            self.rows[row] = ones
+            self.scores[:, self._columns(row)] = 0
+            self.scale[:, row] = 1
 
     def receive(self, read: int, gradient: Tensor, h: Tensor) -> None:
         """The gradient [T, d] of what `mix` gave for a read."""
@@ -361,7 +377,7 @@ class TritonHistory:
         """
         number, group = self.groups.pulling[row]
         kept, columns = self._kept(row), self._columns(row)
-        if kept._version != self.versions[row]:
+        if _version(kept) != self.versions[row]:
             raise UserError(
                 "depth attention: what a sublayer put out was changed in place after it had joined the stream, which "
                 "keeps it; change a copy of it"
