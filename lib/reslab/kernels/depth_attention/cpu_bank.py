@@ -117,7 +117,7 @@ def write(arguments: Any, start: Any, stop: Any) -> None:
 
 def mix_common(arguments: Any, start: Any, stop: Any) -> None:
     """For up to eight queries at once, of the rows they all read: the largest score, and, relative to it, sums of
-    exponentials and of rows weighted by them: [T, 8], [T, 8], [T, 8, d]."""
+    exponentials and of rows weighted by them: [T, 8], [T, 8], [8, T, d]."""
     (
         places, rows, padded, scores, at, segments, scale, slots, queries, largest, sums, parts, apart, tokens
     ) = integers(arguments, 14)  # fmt: skip
@@ -164,7 +164,7 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
 
 
 def mix(arguments: Any, start: Any, stop: Any) -> None:
-    """h [T, d] of one query, to `out`, and ln sum exp s, to column `query` of `logs` [T, L].
+    """h [T, d] of one query, to `out`, and ln sum exp s, to row `query` of `logs` [L, T].
 
     Of the rows at `places`, and of those that `mix_common` has summed for query `begun` of eight, unless that is -1.
     """
@@ -436,7 +436,7 @@ APART = 80
 """Numbers between rows, so that those of one token do not fall on each other in a cache."""
 
 CHUNKS = 64
-"""Such parts, at most."""
+"""Chunks of tokens, at most."""
 
 Index = np.ndarray
 Step = tuple[str, tuple[int, ...]]
