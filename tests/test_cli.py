@@ -83,9 +83,9 @@ def test_misspelt_parameter(here: clones.Clone, command: list[str], capsys: pyte
 def test_parameter_of_the_wrong_type(
     here: clones.Clone, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    here.change("claims.no_residual_collapse.sweep_steps", "six")
+    here.change("sweep.steps", "six")
     said = _refused(command, capsys)
-    assert "params.yaml: claims.no_residual_collapse.sweep_steps: " in said
+    assert "params.yaml: sweep.steps: " in said
     assert "'six'" in said
 
 

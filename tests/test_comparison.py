@@ -6,11 +6,12 @@ import pandas as pd
 import pytest
 
 from reslab import comparison
-from reslab.comparison import Arm, choose_rates, train_arms
+from reslab.comparison import Arm, RateSweep, arms_summary, choose_rates, train_arms
 from reslab.sweep import Execution
 from reslab.training import RunConfig, RunRecord
 
 ALONE = Execution(workers=1)
+SWEEP = RateSweep(seed=99, steps=5)
 
 
 def record(config: RunConfig, loss: float | None) -> RunRecord:
@@ -36,7 +37,9 @@ class Sweep:
         self.losses = losses
         self.asked: list[RunConfig] = []
 
-    def __call__(self, configs: Sequence[RunConfig], execution: Execution, label: str) -> list[RunRecord]:
+    def __call__(
+        self, configs: Sequence[RunConfig], execution: Execution, label: str, *, weights: bool = False
+    ) -> list[RunRecord]:
         self.asked += configs
         return [record(c, self.losses.get((c.optimisation.batch, c.learning_rate), 9.0)) for c in configs]
 
@@ -74,23 +77,23 @@ def test_lowest_validation_loss_is_chosen(
     tiny: RunConfig, monkeypatch: pytest.MonkeyPatch, losses: tuple[float | None, ...], best: float
 ) -> None:
     swept(monkeypatch, {(4, rate): loss for rate, loss in zip((0.001, 0.01, 0.1), losses, strict=True)})
-    table = choose_rates([arm(tiny, "one", 4, (0.1, 0.001, 0.01))], 99, 5, ALONE)
+    table = choose_rates([arm(tiny, "one", 4, (0.1, 0.001, 0.01))], SWEEP, ALONE)
     assert chosen(table) == {"one": best}
 
 
 def test_each_arm_has_its_own_rate(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     swept(monkeypatch, {(4, 0.01): 1.0, (4, 0.1): 2.0, (5, 0.01): 2.0, (5, 0.1): None, (5, 0.5): 1.9})
     arms = [arm(tiny, "one", 4, (0.01, 0.1)), arm(tiny, "two", 5, (0.01, 0.1, 0.5))]
-    table = choose_rates(arms, 99, 5, ALONE)
+    table = choose_rates(arms, SWEEP, ALONE)
     assert chosen(table) == {"one": 0.01, "two": 0.5}
     assert table["arm"].tolist() == ["one", "one", "two", "two", "two"]
     assert table["outcome"].tolist() == ["trained", "trained", "trained", "diverged", "trained"]
-    assert list(table) == ["arm", "rate", "validation_loss", "outcome", "chosen"]
+    assert list(table) == ["arm", "setting", "rate", "validation_loss", "outcome", "chosen"]
 
 
 def test_rates_are_chosen_at_their_own_seed_and_length(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     sweep = swept(monkeypatch, {})
-    choose_rates([arm(tiny, "one", 4, (0.1, 0.01))], 99, 5, ALONE)
+    choose_rates([arm(tiny, "one", 4, (0.1, 0.01))], SWEEP, ALONE)
     assert [(c.seed, c.optimisation.steps, c.learning_rate) for c in sweep.asked] == [(99, 5, 0.01), (99, 5, 0.1)]
     assert {c.optimisation.batch for c in sweep.asked} == {4}
 
@@ -99,7 +102,12 @@ def test_arms_are_trained_in_full_at_their_rates(tiny: RunConfig, monkeypatch: p
     sweep = swept(monkeypatch, {})
     arms = [arm(tiny, "one", 4, (0.01, 0.1)), arm(tiny, "two", 5, (0.01, 0.1))]
     rates = pd.DataFrame(
-        {"arm": ["one", "one", "two", "two"], "rate": [0.01, 0.1, 0.01, 0.1], "chosen": [True, False, False, True]}
+        {
+            "arm": ["one", "one", "two", "two"],
+            "setting": "",
+            "rate": [0.01, 0.1, 0.01, 0.1],
+            "chosen": [True, False, False, True],
+        }
     )
     trained = train_arms(arms, rates, (7, 3), ALONE)
     asked = [(c.optimisation.batch, c.learning_rate, c.seed, c.optimisation.steps) for c in sweep.asked]
@@ -115,3 +123,15 @@ def test_arms_of_a_seed_see_the_same_batches(tiny: RunConfig) -> None:
     one, two = arm(tiny, "one", 4, (0.01,)).at(0.01, 3), arm(tiny, "two", 4, (0.5,)).at(0.5, 3)
     assert (one.task, one.seed) == (two.task, two.seed)
     assert one.model_dump(exclude={"learning_rate"}) == two.model_dump(exclude={"learning_rate"})
+
+
+def test_settings_are_swept_with_the_rate(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The best of all pairs is trained in full."""
+    sweep = swept(monkeypatch, {(4, 0.01): 2.0, (4, 0.1): 1.9, (5, 0.01): 1.5, (5, 0.1): 3.0})
+    plain = arm(tiny, "one", 4, (0.01, 0.1))
+    both = Arm("one", plain.config, plain.rates, {"batch 5": arm(tiny, "", 5, ()).config})
+    table = choose_rates([both], SWEEP, ALONE)
+    assert table[table["chosen"]][["setting", "rate"]].to_numpy().tolist() == [["batch 5", 0.01]]
+    trained = train_arms([both], table, (7,), ALONE)
+    assert (sweep.asked[-1].optimisation.batch, sweep.asked[-1].learning_rate) == (5, 0.01)
+    assert arms_summary(table, trained)["one"]["setting"] == "batch 5"  # type: ignore[index]

@@ -333,3 +333,31 @@ def test_what_is_drawn_depends_on_seed_and_step_or_on_the_split(task: MaskedDigi
     validation, test = (drawn(next(task.held_out(split))) for split in ("validation", "test"))
     assert torch.equal(validation, drawn(next(task.held_out("validation"))))
     assert not torch.equal(validation, test)
+
+
+# --- pointer chasing ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hops", [1, 2, 5])
+def test_hops_follow_the_table(hops: int) -> None:
+    config = data.HopsConfig(symbols=5, queries=7, hops=hops)
+    inputs, targets = data.Hops(config).batch(0, 3, 20)
+    assert inputs.shape == targets.shape == (20, config.context)
+    assert bool((targets[:, :5] == data.NOT_ASKED).all())
+    for tokens, wanted in zip(inputs.tolist(), targets.tolist(), strict=True):
+        table = tokens[:5]
+        assert sorted(table) == [0, 1, 2, 3, 4]
+        for token, target in zip(tokens[5:], wanted[5:], strict=True):
+            at = token - 5
+            for _ in range(hops):
+                at = table[at]
+            assert target == at
+
+
+def test_hops_are_new_in_every_batch_and_the_same_on_repeat() -> None:
+    task = data.Hops(data.HopsConfig(hops=2))
+    assert torch.equal(task.batch(0, 0, 8)[0], task.batch(0, 0, 8)[0])
+    drawn = [task.batch(seed, step, 8)[0] for seed in (0, 1) for step in (0, 1)]
+    drawn += [next(task.held_out(split))[0][:8] for split in ("validation", "test")]
+    assert len({str(each.tolist()) for each in drawn}) == 6
+    assert task.context_free_loss == pytest.approx(math.log(6))

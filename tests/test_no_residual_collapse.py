@@ -31,7 +31,7 @@ def trained_once(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> 
     names = [arm.name for arm in claim.arms(settings)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
-        return claim.runs(settings, pd.DataFrame({"arm": names, "rate": 3e-3, "chosen": True}))
+        return claim.runs(settings, pd.DataFrame({"arm": names, "setting": "", "rate": 3e-3, "chosen": True}))
 
 
 @pytest.fixture

@@ -201,8 +201,8 @@ def test_refused_before_training_rather_than_in_it(changed: dict[str, Any], name
 
 
 def test_sweep_seed_is_used_for_nothing_else() -> None:
-    """conf says so of sweep_seed: a rate chosen and judged at one seed would favour itself."""
-    assert "sweep_seed" in refusal({"seeds": [0, 99], **claim(sweep_seed=99)})
+    """conf says so of sweep.seed: a rate chosen and judged at one seed would favour itself."""
+    assert "sweep.seed 99 is among seeds" in refusal({"seeds": [0, 99]})
 
 
 def test_misspelt_name_is_one_line_and_not_also_missing(tmp_path: Path) -> None:

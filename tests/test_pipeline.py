@@ -200,7 +200,7 @@ def test_how_runs_are_spread_reruns_nothing(settled: clones.Clone) -> None:
 
 
 def test_a_claims_parameter_concerns_that_claim_only(settled: clones.Clone) -> None:
-    settled.change("claims.no_residual_collapse.sweep_seed", 98)
+    settled.change("claims.no_residual_collapse.exact.seeds", 3)
     changed = _changed(settled)
     assert set(changed) == {CLAIM}
     assert "claims.no_residual_collapse" in json.dumps(changed)

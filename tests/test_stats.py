@@ -8,11 +8,13 @@ from scipy import stats as scipy_stats
 
 from reslab.stats import (
     Estimate,
+    detectable,
     deterministic,
     detrended,
     fisher_g,
     mean_of,
     paired_difference,
+    slope,
     unexplained_share,
 )
 
@@ -128,3 +130,20 @@ def test_unrelated_series_explains_nothing() -> None:
 def test_half_of_the_variance_is_explained() -> None:
     half = noise(0) + noise(1)
     assert unexplained_share(list(half), list(noise(0))) == pytest.approx(0.5, abs=0.1)
+
+
+def test_detectable_is_the_mean_whose_interval_is_clear_of_zero_four_times_in_five() -> None:
+    """By simulation: means of that size, with the spread of the values given."""
+    values = [0.1, 0.25, 0.15]
+    spread = float(np.std(values, ddof=1))
+    drawn = np.random.default_rng(0).normal(detectable(values), spread, (20_000, 3))
+    lows = drawn.mean(1) - 4.302653 * drawn.std(1, ddof=1) / 3**0.5
+    assert abs((lows > 0).mean() - 0.8) < 0.01
+    assert detectable([0.1] * 4) == 0
+    assert math.isnan(detectable([0.1]))
+    assert math.isnan(detectable([0.1, math.nan]))
+
+
+def test_slope_is_the_exponent_of_a_power_law() -> None:
+    depths = np.array([6, 12, 24])
+    assert slope(np.log(depths).tolist(), np.log(3 * depths**-0.5).tolist()) == pytest.approx(-0.5)

@@ -24,8 +24,8 @@ from reslab import data, sweep
 from reslab.data import CorpusConfig
 from reslab.models.decoder import DecoderConfig
 from reslab.schema import UserError
-from reslab.sweep import Execution, load, run_all, run_name
-from reslab.training import Device, RunConfig, RunRecord, train
+from reslab.sweep import Execution, load, run_all, run_name, trained_model
+from reslab.training import Device, Model, RunConfig, RunRecord, evaluate, train, train_model
 
 ALONE = Execution(workers=1)
 PACKAGE = Path(sweep.__file__).parent
@@ -36,11 +36,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """The configs that were trained, in order."""
     configs: list[RunConfig] = []
 
-    def spy(config: RunConfig, *rest: Any) -> RunRecord:
+    def spy(config: RunConfig, *rest: Any) -> tuple[RunRecord, Model]:
         configs.append(config)
-        return train(config, *rest)
+        return train_model(config, *rest)
 
-    monkeypatch.setattr(sweep, "train", spy)
+    monkeypatch.setattr(sweep, "train_model", spy)
     return configs
 
 
@@ -387,3 +387,30 @@ def test_own_connection_is_trained_in_workers_and_names_its_runs(tiny: RunConfig
     assert one[0] != other[0]
     assert one[1] != other[1]
     assert len(list((tmp_path / "runs").iterdir())) == 4
+
+
+# --- weights --------------------------------------------------------------------------------------
+
+
+def test_weights_are_kept_where_asked_for(tiny: RunConfig, runs: Path, trained: list[RunConfig]) -> None:
+    record = run_all([tiny], ALONE, "")[0]
+    with pytest.raises(UserError, match=r"no weights of this run; train it by run_all\(..., weights=True\)"):
+        trained_model(tiny)
+    assert run_all([tiny], ALONE, "", weights=True) == [record]  # trained again: the weights were not kept
+    assert run_all([tiny], ALONE, "", weights=True) == [record]
+    assert len(trained) == 2
+    task, model = data.load(tiny.task), trained_model(tiny)
+    assert evaluate(tiny, task, model, "test") == (record.test_loss, record.test_accuracy)
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[:-7], lambda raw: b"", lambda raw: raw[:40] + b"?" + raw[41:]])
+def test_damaged_weights_are_trained_again(
+    tiny: RunConfig, runs: Path, trained: list[RunConfig], damage: Callable[[bytes], bytes]
+) -> None:
+    run_all([tiny], ALONE, "", weights=True)
+    path = runs / f"{run_name(tiny)}.pt"
+    before = path.read_bytes()
+    path.write_bytes(damage(before))
+    run_all([tiny], ALONE, "", weights=True)
+    assert len(trained) == 2
+    assert path.read_bytes() == before

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import pandas as pd
 from pydantic import create_model, model_validator
@@ -11,6 +11,9 @@ from pydantic import create_model, model_validator
 from reslab.files import write_atomic
 from reslab.schema import Settings, UserError, validate
 from reslab.stats import Estimate
+
+if TYPE_CHECKING:
+    from reslab.params import Params
 
 __all__ = [
     "Check",
@@ -20,6 +23,7 @@ __all__ = [
     "Question",
     "Record",
     "Role",
+    "Section",
     "Verdict",
     "criteria_model",
     "judge",
@@ -141,6 +145,13 @@ class Question(NamedTuple):
     unit: str
     statement: str
     """What holds if the criterion is met; may name parameters in braces."""
+
+
+class Section(Settings):
+    """A claim's section of params.yaml; each has a field `criteria`, made by `criteria_model`."""
+
+    def require(self, params: "Params") -> None:
+        """A ValueError where the rest of the parameters does not fit this claim."""
 
 
 def criteria_model(questions: Mapping[str, Question]) -> type[Settings]:

@@ -5,18 +5,44 @@ else; then fresh seeds run in full at the chosen rate. All arms of a seed see th
 from the same values of the weights they have in common.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated
 
 import pandas as pd
+from pydantic import Field
 
+from reslab.schema import Settings
 from reslab.sweep import Execution, run_all
 from reslab.training import RunConfig, RunRecord
 
-__all__ = ["Arm", "Runs", "choose_rates", "train_arms"]
+__all__ = [
+    "Arm",
+    "RateSweep",
+    "Rates",
+    "Runs",
+    "arms_summary",
+    "choose_rates",
+    "each",
+    "held_out",
+    "profile_of",
+    "train_arms",
+]
 
 Runs = dict[str, list[RunRecord]]
 """The records of each arm, in the order of the seeds."""
+
+Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+"""Learning rates to choose from."""
+
+
+class RateSweep(Settings):
+    """Stage one: how learning rates are chosen."""
+
+    seed: int = Field(ge=0)
+    """Used for nothing else: a rate chosen and judged at one seed would favour itself."""
+    steps: int = Field(ge=1)
 
 
 @dataclass(frozen=True)
@@ -26,25 +52,34 @@ class Arm:
     name: str
     config: RunConfig
     rates: tuple[float, ...]
+    settings: Mapping[str, RunConfig] = field(default_factory=dict)
+    """Further settings of the method that are swept along with the rate, by name; `config` is the one named ""."""
 
-    def at(self, rate: float, seed: int, steps: int | None = None) -> RunConfig:
-        recipe = self.config.optimisation
+    @property
+    def candidates(self) -> dict[str, RunConfig]:
+        return {"": self.config, **self.settings}
+
+    def at(self, rate: float, seed: int, steps: int | None = None, setting: str = "") -> RunConfig:
+        config = self.candidates[setting]
+        recipe = config.optimisation
         recipe = recipe.model_copy(update={"steps": steps or recipe.steps})
-        return self.config.model_copy(update={"learning_rate": rate, "seed": seed, "optimisation": recipe})
+        return config.model_copy(update={"learning_rate": rate, "seed": seed, "optimisation": recipe})
 
 
-def choose_rates(arms: Sequence[Arm], seed: int, steps: int, execution: Execution) -> pd.DataFrame:
-    """Stage one: every arm at every rate, for `steps` steps at `seed`.
+def choose_rates(arms: Sequence[Arm], sweep: RateSweep, execution: Execution) -> pd.DataFrame:
+    """Stage one: every arm in every setting at every rate, for `sweep.steps` steps at `sweep.seed`.
 
-    One row a run, with columns arm, rate, validation_loss, outcome and chosen. A diverged run is
+    One row a run, with columns arm, setting, rate, validation_loss, outcome and chosen. A diverged run is
     never chosen unless all of an arm's are; then the lowest rate is.
     """
-    trials = [(arm, rate) for arm in arms for rate in sorted(arm.rates)]
-    records = run_all([arm.at(rate, seed, steps) for arm, rate in trials], execution, "choosing learning rates")
+    trials = [(arm, setting, rate) for arm in arms for setting in arm.candidates for rate in sorted(arm.rates)]
+    configs = [arm.at(rate, sweep.seed, sweep.steps, setting) for arm, setting, rate in trials]
+    records = run_all(configs, execution, "choosing learning rates")
     table = pd.DataFrame(
         {
-            "arm": [arm.name for arm, _ in trials],
-            "rate": [rate for _, rate in trials],
+            "arm": [arm.name for arm, _, _ in trials],
+            "setting": [setting for _, setting, _ in trials],
+            "rate": [rate for _, _, rate in trials],
             "validation_loss": [record.validation_loss for record in records],
             "outcome": [record.outcome for record in records],
         }
@@ -54,9 +89,53 @@ def choose_rates(arms: Sequence[Arm], seed: int, steps: int, execution: Executio
     return table
 
 
-def train_arms(arms: Sequence[Arm], rates: pd.DataFrame, seeds: Sequence[int], execution: Execution) -> Runs:
-    """Stage two: every arm at its chosen rate, in full, at every seed."""
-    chosen = rates[rates["chosen"]].set_index("arm")["rate"]
-    configs = [arm.at(float(chosen[arm.name]), seed) for arm in arms for seed in seeds]
-    records = run_all(configs, execution, "training")
+def train_arms(
+    arms: Sequence[Arm], rates: pd.DataFrame, seeds: Sequence[int], execution: Execution, *, weights: bool = False
+) -> Runs:
+    """Stage two: every arm at its chosen rate (and setting), in full, at every seed; `weights` as in `run_all`."""
+    best = rates[rates["chosen"]]
+    chosen = {
+        arm: (rate, setting) for arm, rate, setting in zip(best["arm"], best["rate"], best["setting"], strict=True)
+    }
+    pairs = [(arm, *chosen[arm.name], seed) for arm in arms for seed in seeds]
+    configs = [arm.at(rate, seed, setting=setting) for arm, rate, setting, seed in pairs]
+    records = run_all(configs, execution, "training", weights=weights)
     return {arm.name: records[i * len(seeds) : (i + 1) * len(seeds)] for i, arm in enumerate(arms)}
+
+
+# --- what the runs of an arm show -----------------------------------------------------------------
+
+
+def each(records: Sequence[RunRecord], measure: Callable[[RunRecord], float]) -> list[float]:
+    """`measure` of each record; not a number for one that diverged."""
+    return [math.nan if record.outcome == "diverged" else measure(record) for record in records]
+
+
+def held_out(records: Sequence[RunRecord], measure: str = "test_loss") -> list[float]:
+    """Test loss or accuracy of each record; not a number for one that diverged."""
+    return each(records, lambda record: getattr(record, measure))
+
+
+def profile_of(record: RunRecord, measure: str, *, trained: bool = True) -> list[float]:
+    """A run's profile by block, after or before training; not a number where it could not be measured."""
+    places = (record.profile_after if trained else record.profile_before).get(measure, ())
+    return [math.nan if value is None else value for value in places]
+
+
+def arms_summary(chosen: pd.DataFrame, trained: Runs) -> dict[str, object]:
+    """Per arm: the rate and whether it lies at the edge of its grid, outcomes and test losses by seed."""
+    summary: dict[str, object] = {}
+    for name, records in trained.items():
+        grid = chosen[chosen["arm"] == name]
+        best = grid[grid["chosen"]]
+        rate, setting = float(best["rate"].item()), str(best["setting"].item())
+        summary[name] = {
+            "learning_rate": rate,
+            **({"setting": setting} if setting else {}),
+            "at_edge_of_grid": rate in (grid["rate"].min(), grid["rate"].max()),
+            "parameters": records[0].parameters,
+            "outcomes": [record.outcome for record in records],
+            "test_loss": [round(r.test_loss, 6) if r.test_loss is not None else None for r in records],
+            "test_accuracy": [round(r.test_accuracy, 6) if r.test_accuracy is not None else None for r in records],
+        }
+    return summary

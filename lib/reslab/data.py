@@ -25,6 +25,8 @@ __all__ = [
     "CorpusConfig",
     "Digits",
     "DigitsConfig",
+    "Hops",
+    "HopsConfig",
     "MaskedDigits",
     "MaskedDigitsConfig",
     "NoisyDigits",
@@ -42,7 +44,11 @@ Inputs = Tensor | tuple[Tensor, ...]
 """What a model is called with: one tensor, or one an argument."""
 
 Batch = tuple[Inputs, Tensor]
-"""Inputs and targets. Integer targets are classes; real ones are values to predict, NaN where none is asked for."""
+"""Inputs and targets. Integer targets are classes, NOT_ASKED where none is asked for; real ones are values to predict,
+NaN where none is."""
+
+NOT_ASKED = -100
+"""What PyTorch's cross entropy leaves out."""
 
 VOCABULARY = 256
 """Text is read as bytes."""
@@ -231,6 +237,64 @@ class Text:
         return float(np.concatenate(losses).mean())
 
 
+# --- a task that needs depth ----------------------------------------------------------------------
+
+
+class HopsConfig(Settings):
+    kind: Literal["hops"] = "hops"
+    symbols: int = Field(default=6, ge=2)
+    """n, entries of the table."""
+    queries: int = Field(default=10, ge=1)
+    """m, symbols to follow through the table."""
+    hops: int = Field(ge=1)
+    """k, how many times each is looked up."""
+
+    @property
+    def context(self) -> int:
+        return self.symbols + self.queries
+
+    @property
+    def vocabulary(self) -> int:
+        """Entries of the table and symbols asked for are different tokens."""
+        return 2 * self.symbols
+
+
+class Hops:
+    """Pointer chasing: a table f(0) ... f(n - 1), a random permutation, then symbols x; the target at x is f^k(x).
+
+    Inputs and targets [B, n + m]; nothing is asked for in the table. One attention layer looks up once; f^k takes
+    k of them in a row, or about log2 k where the table is composed with itself (k-hop induction: Sanford et al. 2024,
+    arXiv 2402.09268). Tables and symbols are new in every batch, so that nothing can be learnt by heart.
+    """
+
+    HELD_OUT = 256
+    """Examples of a held-out split."""
+
+    def __init__(self, config: HopsConfig) -> None:
+        self.config = config
+
+    def _draw(self, random: np.random.Generator, size: int) -> tuple[Tensor, Tensor]:
+        n = self.config.symbols
+        table = random.permuted(np.tile(np.arange(n), (size, 1)), axis=1)
+        asked = random.integers(0, n, (size, self.config.queries))
+        found = asked
+        for _ in range(self.config.hops):
+            found = np.take_along_axis(table, found, 1)
+        targets = np.concatenate([np.full_like(table, NOT_ASKED), found], 1)
+        return torch.from_numpy(np.concatenate([table, asked + n], 1)), torch.from_numpy(targets)
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        return self._draw(np.random.default_rng([seed, step]), size)
+
+    def held_out(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+        yield self._draw(np.random.default_rng([0, 0, len(split)]), self.HELD_OUT)
+
+    @property
+    def context_free_loss(self) -> float:
+        """ln n: without the table all symbols are equally likely."""
+        return float(np.log(self.config.symbols))
+
+
 # --- images ---------------------------------------------------------------------------------------
 
 
@@ -370,7 +434,7 @@ class NoisyDigits(_DerivedDigits):
         return float(torch.cat([noise for _, noise in self.held_out("test")]).square().mean())
 
 
-TaskConfig = TextConfig | DigitsConfig | MaskedDigitsConfig | NoisyDigitsConfig
+TaskConfig = TextConfig | HopsConfig | DigitsConfig | MaskedDigitsConfig | NoisyDigitsConfig
 
 
 @cache
@@ -378,6 +442,8 @@ def load(config: TaskConfig) -> Task:
     """The task that `config` describes; read and checked once a process."""
     if isinstance(config, TextConfig):
         return Text(config)
+    if isinstance(config, HopsConfig):
+        return Hops(config)
     if isinstance(config, DigitsConfig):
         return Digits(config)
     return MaskedDigits(config) if isinstance(config, MaskedDigitsConfig) else NoisyDigits(config)

@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
 from reslab import paths
+from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.models.decoder import DecoderShape
@@ -39,7 +40,14 @@ class Params(Settings):
     corpus: CorpusConfig
     decoder: DecoderShape
     optimisation: Optimisation
+    sweep: RateSweep
     claims: Claims
+
+    @model_validator(mode="after")
+    def _sweep_has_its_own_seed(self) -> "Params":
+        if self.sweep.seed in self.seeds:
+            raise ValueError(f"sweep.seed {self.sweep.seed} is among seeds; choose one that is used for nothing else")
+        return self
 
     @model_validator(mode="after")
     def _claims_fit(self) -> "Params":

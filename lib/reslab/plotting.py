@@ -21,7 +21,25 @@ COLOURS = {
     "no skip": _PALETTE[3],
     "Pre-LN": _PALETTE[0],
     "Post-LN": _PALETTE[4],
+    "DeepNorm": _PALETTE[1],
+    "Post-LN, DeepNet init": _PALETTE[6],
     "ReZero": _PALETTE[2],
+    "SkipInit": _PALETTE[8],
+    "LayerScale 0.1": _PALETTE[1],
+    "LayerScale 1e-4": _PALETTE[3],
+    "LayerScale": _PALETTE[1],
+    "rescaled": _PALETTE[7],
+    "static": _PALETTE[9],
+    "DenseFormer": _PALETTE[8],
+    "mHC": _PALETTE[6],
+    "Full": _PALETTE[3],
+    "Block": _PALETTE[1],
+    "article's form": _PALETTE[5],
+    "fp16": _PALETTE[1],
+    "bf16": _PALETTE[4],
+    "fp32": _PALETTE[0],
+    "Kahan": _PALETTE[2],
+    "stochastic": _PALETTE[8],
     "naive": _PALETTE[3],
     "compiled": _PALETTE[1],
     "numba": _PALETTE[0],
@@ -32,7 +50,7 @@ COLOURS = {
     "Liger": _PALETTE[8],
     "control": (0.4, 0.4, 0.4),
 }
-"""Colour-blind-safe colour of each method and implementation."""
+"""Colour-blind-safe colour of each method and implementation; those that share one are in no figure together."""
 
 
 @contextmanager

@@ -4,11 +4,20 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.special import stdtrit
+from scipy.special import nctdtrinc, stdtrit
 
 from reslab.schema import Settings
 
-__all__ = ["Estimate", "deterministic", "fisher_g", "mean_of", "paired_difference", "unexplained_share"]
+__all__ = [
+    "Estimate",
+    "detectable",
+    "deterministic",
+    "fisher_g",
+    "mean_of",
+    "paired_difference",
+    "slope",
+    "unexplained_share",
+]
 
 
 class Estimate(Settings):
@@ -61,6 +70,24 @@ def mean_of(values: Sequence[float]) -> Estimate:
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """Mean of ours - theirs, seed by seed."""
     return mean_of([a - b for a, b in zip(ours, theirs, strict=True)])
+
+
+def detectable(differences: Sequence[float], power: float = 0.8) -> float:
+    """The smallest true mean whose 95 % interval would lie clear of 0 with this probability, given n values' spread.
+
+    From the noncentral t distribution (Cohen 1988, "Statistical Power Analysis", chapter 2); not a number for n = 1 or
+    where a value is not finite.
+    """
+    n = len(differences)
+    if n < 2 or not all(map(math.isfinite, differences)):
+        return math.nan
+    shift = nctdtrinc(n - 1, 1 - power, stdtrit(n - 1, 0.975))
+    return _rounded(float(shift * np.std(differences, ddof=1) / math.sqrt(n)))
+
+
+def slope(x: Sequence[float], y: Sequence[float]) -> float:
+    """Of the least-squares line through the points (x, y); of logarithms, the exponent of a power law."""
+    return float(np.polyfit(x, y, 1)[0])
 
 
 def fisher_g(series: Sequence[float]) -> float:

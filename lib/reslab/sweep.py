@@ -1,9 +1,13 @@
-"""Many runs: side by side, each kept on disk, so that claims share them and a killed sweep resumes."""
+"""Many runs: side by side, each kept on disk, so that claims share them and a killed sweep resumes.
+
+A run leaves a record, <name>.json, and its weights, <name>.pt, where a claim looks into the trained model.
+"""
 
 import ast
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import tempfile
@@ -26,9 +30,9 @@ from reslab.fingerprint import fingerprint
 from reslab.progress import Progress
 from reslab.residuals import CONNECTIONS, Connection
 from reslab.schema import Settings, UserError
-from reslab.training import SCHEMA, RunConfig, RunRecord, train
+from reslab.training import SCHEMA, Model, RunConfig, RunRecord, build, train_model
 
-__all__ = ["Execution", "load", "run_all", "run_name", "training_code"]
+__all__ = ["Execution", "load", "run_all", "run_name", "trained_model", "training_code"]
 
 
 class Execution(Settings):
@@ -141,6 +145,39 @@ def load(config: RunConfig) -> RunRecord | None:
     return record
 
 
+# --- weights --------------------------------------------------------------------------------------
+
+
+def _weights_path(config: RunConfig) -> Path:
+    return paths.RUNS / f"{run_name(config)}.pt"
+
+
+def _weights(model: Model) -> bytes:
+    """The model's state, behind its SHA-256."""
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    return hashlib.sha256(buffer.getvalue()).digest() + buffer.getvalue()
+
+
+def _kept_weights(config: RunConfig) -> bytes | None:
+    """The run's weights as `torch.load` reads them, or None when there are none that are whole."""
+    try:
+        raw = _weights_path(config).read_bytes()
+    except OSError:
+        return None
+    return raw[32:] if hashlib.sha256(raw[32:]).digest() == raw[:32] else None
+
+
+def trained_model(config: RunConfig) -> Model:
+    """The model as the run left it, on the CPU; a UserError when its weights were not kept."""
+    weights = _kept_weights(config)
+    if weights is None:
+        raise UserError(f"{_weights_path(config)}: no weights of this run; train it by run_all(..., weights=True)")
+    model = build(config.model, config.seed)
+    model.load_state_dict(torch.load(io.BytesIO(weights), map_location="cpu", weights_only=True))
+    return model
+
+
 # --- running --------------------------------------------------------------------------------------
 
 
@@ -158,17 +195,20 @@ class _Reporter:
 
 
 def _work(
-    config: RunConfig, report: Path, parent: int | None, outside: type[Connection] | None
-) -> tuple[RunConfig, str]:
-    """Train `config` and give its record as JSON; `outside` is its kind of connection, if a worker does not know it."""
+    config: RunConfig, report: Path, parent: int | None, outside: type[Connection] | None, weights: bool
+) -> tuple[RunConfig, str, bytes | None]:
+    """Train `config`; its record as JSON, and its weights if asked for.
+
+    `outside` is its kind of connection, if a worker does not know it.
+    """
     if outside is not None:
         CONNECTIONS[config.model.connection.kind] = outside
     if parent is not None:
         lifeline.die_with_parent(parent=parent)
-    record = train(config, _Reporter(report))
+    record, model = train_model(config, _Reporter(report))
     with contextlib.suppress(OSError):
         report.unlink(missing_ok=True)
-    return config, record.model_dump_json()
+    return config, record.model_dump_json(), _weights(model) if weights else None
 
 
 def _cost(config: RunConfig) -> float:
@@ -196,10 +236,15 @@ def _backend(execution: Execution) -> Iterator[None]:
         yield
 
 
-def _train_all(configs: list[RunConfig], execution: Execution, reports: Path) -> Iterator[tuple[RunConfig, str]]:
+def _train_all(
+    configs: list[RunConfig], execution: Execution, reports: Path, weights: bool
+) -> Iterator[tuple[RunConfig, str, bytes | None]]:
     own_processes = execution.scheduler == "local" and execution.workers > 1
     parent = os.getpid() if own_processes else None
-    jobs = (joblib.delayed(_work)(config, reports / run_name(config), parent, _outside(config)) for config in configs)
+    jobs = (
+        joblib.delayed(_work)(config, reports / run_name(config), parent, _outside(config), weights)
+        for config in configs
+    )
     with _backend(execution):
         parallel = joblib.Parallel(
             n_jobs=execution.workers, return_as="generator_unordered", batch_size=1, pre_dispatch="all"
@@ -248,20 +293,27 @@ class _Watch:
         self.progress.__exit__()
 
 
-def run_all(configs: Iterable[RunConfig], execution: Execution, label: str) -> list[RunRecord]:
+def run_all(
+    configs: Iterable[RunConfig], execution: Execution, label: str, *, weights: bool = False
+) -> list[RunRecord]:
     """The records of all `configs`, in their order; those not on disk yet are trained and put there.
 
-    A record is written as soon as its run ends, so that nothing finished is lost.
+    With `weights` the trained weights are kept too, for `trained_model`; a run whose weights were not kept is trained
+    again, to the same record. A record is written as soon as its run ends, so that nothing finished is lost.
     """
     configs = list(configs)
     records = {config: load(config) for config in dict.fromkeys(configs)}
+    if weights:
+        records = {c: record if _kept_weights(c) is not None else None for c, record in records.items()}
     missing = sorted((c for c, record in records.items() if record is None), key=_cost, reverse=True)
     if missing:
         for device in {config.device for config in missing}:
             device.require()
         paths.require_writable(paths.RUNS)
         with tempfile.TemporaryDirectory() as reports, _Watch(label, missing, Path(reports)) as watch:
-            for config, payload in _train_all(missing, execution, Path(reports)):
+            for config, payload, kept in _train_all(missing, execution, Path(reports), weights):
+                if kept is not None:
+                    write_atomic(_weights_path(config), kept)
                 write_atomic(_path(config), _encode(payload))
                 records[config] = _RECORD.validate_json(payload)
                 watch.one_finished(config)

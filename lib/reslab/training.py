@@ -36,6 +36,7 @@ __all__ = [
     "parameter_groups",
     "schedule",
     "train",
+    "train_model",
 ]
 
 Outcome = Literal["trained", "stalled", "diverged"]
@@ -108,6 +109,7 @@ MODELS: dict[str, type[Any]] = {
 
 SUITED = {
     "text": ("decoder", "state_space"),
+    "hops": ("decoder",),
     "digits": ("resnet", "image_encoder with head: class"),
     "masked_digits": ("image_encoder with head: reconstruction",),
     "noisy_digits": ("diffusion_transformer", "unet"),
@@ -145,6 +147,8 @@ class RunConfig(Settings):
         """What the task's inputs and targets fix of the model."""
         if isinstance(self.task, data.TextConfig):
             return {"vocabulary": data.VOCABULARY, "context": self.task.context}
+        if isinstance(self.task, data.HopsConfig):
+            return {"vocabulary": self.task.vocabulary, "context": self.task.context}
         classes = {} if isinstance(self.task, data.MaskedDigitsConfig) else {"classes": 10}
         return {"image_size": 8, "image_channels": 1} | classes
 
@@ -216,16 +220,23 @@ def parameter_groups(model: nn.Module, learning_rate: float, weight_decay: float
 def loss_of(outputs: Tensor, targets: Tensor) -> Tensor:
     """Mean cross entropy in nats of logits [..., classes] against classes [...]; mean square error of values.
 
-    Values that are NaN among the targets do not count.
+    Targets that are not asked for (`data.NOT_ASKED`, NaN) do not count.
     """
     if not targets.is_floating_point():
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten(), ignore_index=data.NOT_ASKED)
     asked = ~targets.isnan()
     return F.mse_loss(outputs[asked].float(), targets[asked])
 
 
 def train(config: RunConfig, report: Callable[[int, float], None] = lambda step, loss: None) -> RunRecord:
     """Run `config` to its end. `report` gets each step's number and loss."""
+    return train_model(config, report)[0]
+
+
+def train_model(
+    config: RunConfig, report: Callable[[int, float], None] = lambda step, loss: None
+) -> tuple[RunRecord, Model]:
+    """As `train`, and the model at the end of the run, or where it diverged."""
     config.device.require()
     torch.set_num_threads(config.device.threads)
     task = data.load(config.task)
@@ -242,7 +253,7 @@ def train(config: RunConfig, report: Callable[[int, float], None] = lambda step,
     finished = len(losses) == config.optimisation.steps
     validation = evaluate(config, task, model, "validation") if finished else None
     test = evaluate(config, task, model, "test") if finished else None
-    return RunRecord(
+    record = RunRecord(
         config=config,
         outcome=_outcome(validation, task.context_free_loss),
         parameters=sum(p.numel() for p in model.parameters()),
@@ -255,6 +266,7 @@ def train(config: RunConfig, report: Callable[[int, float], None] = lambda step,
         profile_before=before,
         profile_after=_profile(config, task, model) if validation else {},
     )
+    return record, model
 
 
 def _outcome(validation: tuple[float, float | None] | None, context_free_loss: float) -> Outcome:
@@ -318,7 +330,7 @@ def evaluate(
         with _autocast(config.device):
             outputs = outputs_of(model, inputs)
         classes = not targets.is_floating_point()
-        asked = targets.numel() if classes else int((~targets.isnan()).sum())
+        asked = int((targets != data.NOT_ASKED if classes else ~targets.isnan()).sum())
         loss += float(loss_of(outputs.float(), targets)) * asked
         right += int((outputs.argmax(-1) == targets).sum()) if classes else 0
         count += asked

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -13,8 +13,9 @@ from pydantic import Field, field_validator
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reslab import collapse, data
-from reslab.claims import Check, Published, Question, criteria_model, judge
-from reslab.comparison import Arm, Runs, choose_rates, train_arms
+from reslab.claims import Check, Published, Question, Section, criteria_model, judge
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, profile_of, train_arms
+from reslab.experiments.runs import decoder_run
 from reslab.models.decoder import DecoderConfig
 from reslab.models.resnet import ResNetConfig
 from reslab.probes import stream_profile
@@ -165,9 +166,6 @@ Criteria = criteria_model(QUESTIONS)
 EXACT_HEADS = 4
 """Heads of the decoders that are checked at their initial weights."""
 
-Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
-"""Learning rates to choose from."""
-
 
 class Exact(Settings):
     """Size of the checks at initial weights."""
@@ -200,23 +198,18 @@ FEWEST_STEPS = 12
 """Half of them make a plateau with a trend and at least two frequencies."""
 
 
-class Parameters(Settings):
+class Parameters(Section):
     """The section claims.no_residual_collapse of params.yaml."""
 
     depth: int = Field(ge=2)
     skips: tuple[float, ...]
     """Weights of the skip, from 0 (none) to 1 (the standard residual)."""
     learning_rates: Rates
-    sweep_seed: int = Field(ge=0)
-    sweep_steps: int = Field(ge=1)
     resnet: ResNetArms
     exact: Exact
     criteria: Criteria  # type: ignore[valid-type]
 
     def require(self, params: Params) -> None:
-        """A ValueError when the rest of the parameters does not fit this claim."""
-        if self.sweep_seed in params.seeds:
-            raise ValueError(f"sweep_seed {self.sweep_seed} is among seeds; choose one that is used for nothing else")
         if params.optimisation.steps < FEWEST_STEPS:
             raise ValueError(f"its plateau needs optimisation.steps of at least {FEWEST_STEPS}")
 
@@ -349,23 +342,7 @@ def connection(weight: float) -> ConnectionConfig:
 
 def decoder_arm(params: Params, weight: float) -> Arm:
     section = params.claims.no_residual_collapse
-    shape = params.decoder.model_dump()
-    config = RunConfig(
-        task=data.TextConfig(
-            corpus=params.corpus, context=params.decoder.context, evaluation_windows=params.evaluation_windows
-        ),
-        model=DecoderConfig(
-            **shape,
-            vocabulary=data.VOCABULARY,
-            depth=section.depth,
-            connection=connection(weight),
-            placement="pre",
-        ),
-        optimisation=params.optimisation,
-        learning_rate=section.learning_rates[0],
-        seed=0,
-        device=params.device,
-    )
+    config = decoder_run(params, section.depth, connection(weight))
     return Arm(skip_name(weight), config, section.learning_rates)
 
 
@@ -390,8 +367,7 @@ def arms(params: Params) -> list[Arm]:
 
 def rates(params: Params) -> pd.DataFrame:
     """Stage one of the comparison: a learning rate for every arm."""
-    section = params.claims.no_residual_collapse
-    return choose_rates(arms(params), section.sweep_seed, section.sweep_steps, params.execution)
+    return choose_rates(arms(params), params.sweep, params.execution)
 
 
 def runs(params: Params, chosen: pd.DataFrame) -> Runs:
@@ -419,20 +395,9 @@ def plateau(series: Sequence[float]) -> Sequence[float]:
     return series[len(series) // 2 :]
 
 
-def _each(records: list[RunRecord], measure: Callable[[RunRecord], float]) -> list[float]:
-    """`measure` of each record; not a number for one that diverged."""
-    return [math.nan if record.outcome == "diverged" else measure(record) for record in records]
-
-
-def profile_of(record: RunRecord, measure: str, *, trained: bool = True) -> list[float]:
-    """A run's profile by block, after or before training; not a number where it could not be measured."""
-    places = (record.profile_after if trained else record.profile_before).get(measure, ())
-    return [math.nan if value is None else value for value in places]
-
-
 def _last(records: list[RunRecord], measure: str) -> list[float]:
     """A measure after the last block."""
-    return _each(records, lambda record: profile_of(record, measure)[-1])
+    return each(records, lambda record: profile_of(record, measure)[-1])
 
 
 def _gradient_passed(record: RunRecord) -> float:
@@ -444,11 +409,6 @@ def _gradient_passed(record: RunRecord) -> float:
     return float(np.log10(np.maximum(norm[0] / norm[-1], np.finfo(np.float32).eps)))
 
 
-def held_out(records: list[RunRecord], measure: str = "test_loss") -> list[float]:
-    """Test loss or accuracy of each record; not a number for one that diverged."""
-    return _each(records, lambda record: getattr(record, measure))
-
-
 def checks_loss(params: Params, trained: Runs) -> list[Check]:
     """Sentences A1 and A1r: what the losses do."""
     none, full = trained[skip_name(0)], trained[skip_name(1)]
@@ -458,7 +418,7 @@ def checks_loss(params: Params, trained: Runs) -> list[Check]:
     return _judged(
         params,
         never_diverges=deterministic(sum(record.outcome == "diverged" for record in none)),
-        loss_falls=mean_of(_each(none, lambda r: r.train_loss[0] - float(np.mean(plateau(r.train_loss))))),
+        loss_falls=mean_of(each(none, lambda r: r.train_loss[0] - float(np.mean(plateau(r.train_loss))))),
         near_context_free=paired_difference(held_out(none), [record.context_free_loss for record in none]),
         above_guessing=paired_difference(held_out(none, "test_accuracy"), commonest),
         loss_gap=paired_difference(held_out(none), held_out(full)),
@@ -483,26 +443,26 @@ def checks_stream(params: Params, trained: Runs) -> list[Check]:
     last = _last_blocks(params)
     return _judged(
         params,
-        gradient_trained_none=mean_of(_each(none, _gradient_passed)),
-        gradient_trained_skip=mean_of(_each(full, _gradient_passed)),
+        gradient_trained_none=mean_of(each(none, _gradient_passed)),
+        gradient_trained_skip=mean_of(each(full, _gradient_passed)),
         rank_trained_none=mean_of(_last(none, "effective_rank")),
         rank_trained_skip=mean_of(_last(full, "effective_rank")),
         tokens_alike=mean_of(_last(none, "token_cosine")),
-        layers_alike=mean_of(_each(none, lambda r: float(np.mean(profile_of(r, "neighbour_cosine")[-last:])))),
+        layers_alike=mean_of(each(none, lambda r: float(np.mean(profile_of(r, "neighbour_cosine")[-last:])))),
     )
 
 
 def checks_oscillation(params: Params, trained: Runs) -> list[Check]:
     """Sentence A3.2: is the plateau an oscillation, and do the layers cause it?"""
     none, full = trained[skip_name(0)], trained[skip_name(1)]
-    shift = [_each(records, lambda r: float(np.mean(profile_of(r, "mean_shift")))) for records in (none, full)]
-    spread = [_each(records, _plateau_spread) for records in (none, full)]
+    shift = [each(records, lambda r: float(np.mean(profile_of(r, "mean_shift")))) for records in (none, full)]
+    spread = [each(records, _plateau_spread) for records in (none, full)]
     return _judged(
         params,
         periodic=paired_difference(
-            _each(none, lambda r: fisher_g(plateau(r.train_loss))), _each(none, lambda r: fisher_g(_guess_plateau(r)))
+            each(none, lambda r: fisher_g(plateau(r.train_loss))), each(none, lambda r: fisher_g(_guess_plateau(r)))
         ),
-        not_batch_noise=mean_of(_each(none, lambda r: unexplained_share(plateau(r.train_loss), _guess_plateau(r)))),
+        not_batch_noise=mean_of(each(none, lambda r: unexplained_share(plateau(r.train_loss), _guess_plateau(r)))),
         less_calm=mean_of([ours / theirs for ours, theirs in zip(*spread, strict=True)]),
         shifted=mean_of([ours / theirs for ours, theirs in zip(*shift, strict=True)]),
     )
@@ -517,24 +477,7 @@ def _plateau_spread(record: RunRecord) -> float:
     return float(np.std(detrended(plateau(record.train_loss))))
 
 
-# --- what the record adds -------------------------------------------------------------------------
-
-
-def arms_summary(chosen: pd.DataFrame, trained: Runs) -> dict[str, object]:
-    """Per arm: the rate and whether it lies at the edge of its grid, outcomes and test losses by seed."""
-    summary: dict[str, object] = {}
-    for name, records in trained.items():
-        grid = chosen[chosen["arm"] == name]
-        rate = float(grid.loc[grid["chosen"], "rate"].item())
-        summary[name] = {
-            "learning_rate": rate,
-            "at_edge_of_grid": rate in (grid["rate"].min(), grid["rate"].max()),
-            "parameters": records[0].parameters,
-            "outcomes": [record.outcome for record in records],
-            "test_loss": [round(r.test_loss, 6) if r.test_loss is not None else None for r in records],
-            "test_accuracy": [round(r.test_accuracy, 6) if r.test_accuracy is not None else None for r in records],
-        }
-    return summary
+# --- published numbers ---------------------------------------------------------------------------
 
 
 def published(checks: Sequence[Check]) -> list[Published]:

@@ -10,14 +10,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from reslab import plotting
-from reslab.comparison import Runs
+from reslab.comparison import Runs, held_out, profile_of
 from reslab.experiments.no_residual_collapse import (
     INITIAL_ARMS,
     TITLE,
     guess_losses,
-    held_out,
     plateau,
-    profile_of,
     skip_name,
 )
 from reslab.stats import mean_of
