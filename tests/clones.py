@@ -127,14 +127,19 @@ class Clone:
         YAML(typ="safe", pure=True).dump(content, path)
 
 
-def clone(root: Path, *, git: bool) -> Clone:
-    """A clone at smoke scale in `root`, which must not exist: from git with one commit, or like an unpacked tarball."""
+def clone(root: Path, *, git: bool, every_claim: bool = False) -> Clone:
+    """A clone at smoke scale in `root`, which must not exist: from git with one commit, or like an unpacked tarball.
+
+    Its pipeline has the claim NOTEBOOK alone, so that it is short, unless every claim is asked for.
+    """
     root.mkdir(parents=True)
     if git:
         _in_git(root, "init", "--quiet", "--initial-branch=main")
         _in_git(root, "config", "user.name", "tests")
         _in_git(root, "config", "user.email", "tests@localhost")
     created = workspace.create(root, "smoke")
+    if not every_claim:
+        _keep_one_claim(root)
     for name in (".gitignore", ".dvc/.gitignore"):
         if (paths.ROOT / name).exists():
             shutil.copy(paths.ROOT / name, root / name)
@@ -142,6 +147,20 @@ def clone(root: Path, *, git: bool) -> Clone:
     if git:
         cloned.commit()
     return cloned
+
+
+def _keep_one_claim(root: Path) -> None:
+    """Take the other claims out of the pipeline; their sections stay in params.yaml."""
+    for path in (root / "notebooks").glob("*.ipynb"):
+        if path.stem != NOTEBOOK:
+            path.unlink()
+    content: Any = YAML(typ="safe", pure=True).load(root / "dvc.yaml")
+    stages = content["stages"]
+    stages["clean"]["foreach"] = [NOTEBOOK]
+    stages["claim"]["foreach"] = {NOTEBOOK: stages["claim"]["foreach"][NOTEBOOK]}
+    board = stages["scoreboard"]
+    board["deps"] = [each for each in board["deps"] if not each.endswith(".json") or NOTEBOOK in each]
+    YAML(typ="safe", pure=True).dump(content, root / "dvc.yaml")
 
 
 def _in_git(root: Path, *arguments: str) -> None:

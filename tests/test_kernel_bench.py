@@ -11,7 +11,7 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
-from reslab import cli, kernel_bench, kernel_bench_reads, paths
+from reslab import cli, kernel_bench, kernel_bench_reads, paths, timing
 from reslab.kernel_bench import COLUMNS, SIZES
 from reslab.kernel_bench_reads import Implementation, Problem
 from reslab.residuals.depth_attention import AttnResOptions
@@ -128,7 +128,7 @@ def test_low_precision_as_on_a_gpu() -> None:
     """The stream, whose bytes are modelled, is in the low precision too, while weights are not."""
     sizes = dataclasses.replace(SIZES["cuda"], device="cpu", batch=2, context=8)
     [arm] = [arm for arm in kernel_bench._arms(4, "naive") if arm.kind == "full"]
-    training = kernel_bench._Training(sizes, arm, 4, 32)
+    training = kernel_bench._training(sizes, arm, 4, 32)
     seen: list[torch.dtype] = []
     training.model.blocks[0].register_forward_pre_hook(lambda _, given: seen.append(given[0][0][0].dtype))
     assert len(training.step()) == 3
@@ -176,7 +176,7 @@ def test_what_does_not_fit_into_memory_is_left_out() -> None:
     def too_large() -> list[float]:
         raise torch.OutOfMemoryError("too large")
 
-    laps = kernel_bench._interleaved({"small": lambda: [1.0, 2.0], "large": too_large}, 4)
+    laps = timing.interleaved({"small": lambda: [1.0, 2.0], "large": too_large}, 4)
     assert list(laps) == ["small"]
     assert laps["small"].shape == (4, 2)
     assert kernel_bench._step_measures(None, laps["small"])["ratio_to_prenorm"] == "out of memory"

@@ -1,9 +1,9 @@
 """The scoreboard and the sentences it refers to."""
 
-import ast
 import csv
 import shutil
 import subprocess
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -83,14 +83,9 @@ def test_sentences_are_those_of_the_document() -> None:
 
 
 def questions() -> list[tuple[str, str]]:
-    """Sentence id and module of every `Question` in the experiments' sources."""
-    found = []
-    for path in sorted((paths.ROOT / "lib/reslab/experiments").glob("[!_]*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Question":
-                sentence = node.args[0] if node.args else next(k.value for k in node.keywords if k.arg == "sentence")
-                found.append((ast.literal_eval(sentence), path.stem))
-    return found
+    """Sentence id and number of the notebook of every question."""
+    modules = [(name[:2], import_module(f"reslab.experiments.{name.split('_', 1)[1]}")) for name in notebook.names()]
+    return [(question.sentence, number) for number, module in modules for question in module.QUESTIONS.values()]
 
 
 def test_every_check_tests_a_sentence_of_the_document() -> None:
@@ -98,13 +93,10 @@ def test_every_check_tests_a_sentence_of_the_document() -> None:
     assert {sentence for sentence, _ in questions()} - report.sentences().keys() == set()
 
 
-def test_every_sentence_has_a_check_in_its_notebook() -> None:
-    lines = [line.strip("|").split("|") for line in (paths.ROOT / "docs/claims.md").read_text().splitlines()]
-    wanted = {(row[0].strip(), number.strip()) for row in lines if len(row) == 3 for number in row[2].split(",")}
-    for name in notebook.names():
-        number, module = name.split("_", 1)
-        tested = {sentence for sentence, stem in questions() if stem == module}
-        assert {sentence for sentence, where in wanted if where == number} <= tested
+def test_every_notebook_tests_the_sentences_it_is_to_test() -> None:
+    numbers = {name[:2] for name in notebook.names()}
+    wanted = {(sentence, number) for sentence, where in report.assigned().items() for number in where}
+    assert {pair for pair in wanted if pair[1] in numbers} == set(questions())
 
 
 # --- the scoreboard -------------------------------------------------------------------------------

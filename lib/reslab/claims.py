@@ -33,8 +33,9 @@ __all__ = [
 ]
 
 Outcome = Literal["holds", "fails", "undecided"]
-Role = Literal["exact", "trained", "control"]
-"""exact: at the initial weights; trained: needs training; control: must hold for the others to mean anything."""
+Role = Literal["exact", "trained", "measured", "control"]
+"""exact: at the initial weights; trained: needs training; measured: a time of this machine, which differs from run to
+run; control: must hold for the others to mean anything."""
 Verdict = Literal["supported", "partly supported", "refuted", "inconclusive"]
 
 SCHEMA = 1

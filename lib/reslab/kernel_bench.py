@@ -10,38 +10,33 @@ Columns: `sublayers` is n for an op. `forward_ms` and `backward_ms` are medians;
 neither, but in the ratio. `modelled_bytes` is what must be moved, forward and backward; of a step, by its reads only.
 `share_of_bandwidth`, of an op: modelled bytes / time / bandwidth of reading, as `read_bandwidth` finds it here.
 `ratio_low` and `ratio_high`, quartiles: of the ratio to pre-norm for a step, of time over its median for an op.
-`peak_mb`, in 10^6 bytes: what a training step has allocated at most, see `_peak`. `n`: repeats.
+`peak_mb`, in 10^6 bytes: what a training step has allocated at most, see `TrainingStep.peak_bytes`. `n`: repeats.
 Empty: does not apply. Rows of the device that a run does not measure stay as the file has them.
 """
 
-import os
-import random
-import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
 
 from reslab import data, paths
 from reslab.files import write_atomic
 from reslab.kernel_bench_reads import Implementation, Problem, implementations
 from reslab.kernels.depth_attention import bank
-from reslab.models.decoder import Decoder, DecoderConfig
+from reslab.models.decoder import DecoderConfig
 from reslab.residuals import ConnectionConfig
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.residuals.stack import StreamDtype
 from reslab.schema import UserError
-from reslab.training import loss_of, parameter_groups
+from reslab.timing import Clock, TrainingStep, interleaved, large_buffer, read_bandwidth
 
-__all__ = ["COLUMNS", "SIZES", "Sizes", "bytes_of_read", "bytes_of_step", "main", "read_bandwidth"]
+__all__ = ["COLUMNS", "SIZES", "Sizes", "bytes_of_read", "bytes_of_step", "main"]
 
 COLUMNS = (
     "what", "device", "dtype", "sublayers", "tokens", "width", "kind", "implementation", "forward_ms", "backward_ms",
@@ -51,12 +46,7 @@ COLUMNS = (
 BLOCKS = 8
 """Blocks of the Block form."""
 
-WARMUP = 2
-"""Rounds that are not counted: compilation, memory of the allocator, the optimiser's state."""
-
 Row = dict[str, Any]
-
-Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -131,74 +121,12 @@ def bytes_of_step(options: AttnResOptions, sublayers: int, tokens: int, width: i
     return rows * tokens * width * element
 
 
-# --- time -----------------------------------------------------------------------------------------
-
-
-class _Clock:
-    """Milliseconds between marks: by events on CUDA, so that the host need not wait in between."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.marks: list[Any] = []
-        self.mark()
-
-    def mark(self) -> None:
-        if self.device == "cpu":
-            self.marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append(event)
-
-    def laps(self) -> list[float]:
-        pairs = list(zip(self.marks, self.marks[1:], strict=False))
-        if self.device == "cpu":
-            return [1e3 * (after - before) for before, after in pairs]
-        torch.cuda.synchronize()
-        return [before.elapsed_time(after) for before, after in pairs]
-
-
-def _large_buffer(device: str) -> Tensor:
-    """Float32, several times larger than the last cache: 256 MB, on CUDA 1 GB."""
-    return torch.ones((1 if device == "cpu" else 4) * 64 * 10**6, device=device)
-
-
-def read_bandwidth(buffer: Tensor, repeats: int = 10) -> float:
-    """Bytes a second of `torch.sum` over `buffer`, which only reads, on as many threads as PyTorch has: the best."""
-    best = float("inf")
-    for _ in range(repeats):
-        clock = _Clock(buffer.device.type)
-        buffer.sum()
-        clock.mark()
-        best = min(best, *clock.laps())
-    return buffer.nbytes / (best / 1e3)
-
-
-def _interleaved(arms: Mapping[Key, Callable[[], list[float]]], repeats: int) -> dict[Key, np.ndarray]:
-    """Of each arm the laps in ms, [repeats, laps]; without those that run out of the device's memory."""
-    running = dict(arms)
-    for name, arm in arms.items():
-        try:
-            for _ in range(WARMUP):
-                arm()
-        except torch.OutOfMemoryError:
-            del running[name]
-            torch.cuda.empty_cache()
-    order, shuffled = random.Random(0), list(running)
-    laps: dict[Key, list[list[float]]] = {name: [] for name in running}
-    for _ in range(repeats):
-        order.shuffle(shuffled)
-        for name in shuffled:
-            laps[name].append(running[name]())
-    return {name: np.array(rows) for name, rows in laps.items()}
-
-
 # --- one read -------------------------------------------------------------------------------------
 
 
 def _read_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]) -> Iterator[Row]:
     """All reads on so many threads; names of what did not run, and why, are added to `skipped`."""
-    buffer = _large_buffer(sizes.device)
+    buffer = large_buffer(sizes.device)
     bandwidth = read_bandwidth(buffer)
     print(
         f"{sizes.device}, threads {threads}: torch.sum reads {buffer.nbytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s"
@@ -208,7 +136,7 @@ def _read_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]
         problem = Problem(*shape, sizes.device, sizes.dtype)
         usable, left_out = implementations(problem)
         skipped |= left_out
-        laps = _interleaved({each.name: _timed_read(problem, each, buffer) for each in usable}, repeats)
+        laps = interleaved({each.name: _timed_read(problem, each, buffer) for each in usable}, repeats)
         for each in usable:
             row = _row("op", sizes, shape[0], shape[1], shape[2], "full", each.name, threads)
             row["modelled_bytes"] = bytes_of_read(*shape, sizes.dtype.itemsize)
@@ -221,7 +149,7 @@ def _timed_read(problem: Problem, chosen: Implementation, buffer: Tensor) -> Cal
 
     def timed() -> list[float]:
         buffer.sum()  # empties the caches; on CUDA it also lets the host run ahead
-        clock = _Clock(buffer.device.type)
+        clock = Clock(buffer.device.type)
         h = read(sources)
         clock.mark()
         problem.differentiate(h, sources)
@@ -280,46 +208,18 @@ def _arms(sublayers: int, auto: str) -> list[_Arm]:
     ]
 
 
-class _Training:
-    """A decoder in training, on random tokens: what they are does not matter for time."""
-
-    def __init__(self, sizes: Sizes, arm: _Arm, sublayers: int, width: int) -> None:
-        self.config = DecoderConfig(
-            vocabulary=data.VOCABULARY,
-            width=width,
-            heads=sizes.heads,
-            context=sizes.context,
-            depth=sublayers // 2,
-            init_std=0.55 / width**0.5,
-            connection=arm.connection,
-            stream_dtype=sizes.stream_dtype,
-        )
-        self.device, self.dtype = sizes.device, sizes.dtype
-        torch.manual_seed(0)
-        with torch.device(self.device):
-            self.model = Decoder(self.config)
-            shape = (sizes.batch, sizes.context)
-            self.inputs, self.targets = (torch.randint(data.VOCABULARY, shape) for _ in range(2))
-        self.optimiser = torch.optim.AdamW(parameter_groups(self.model, 1e-3, 0.1), betas=(0.9, 0.95), fused=True)
-
-    def step(self) -> list[float]:
-        """Laps: forward with the loss; backward; clipping and the optimiser."""
-        clock = _Clock(self.device)
-        with torch.autocast(self.device, self.dtype, enabled=self.dtype != torch.float32):
-            loss = loss_of(self.model(self.inputs), self.targets)
-        clock.mark()
-        loss.backward()
-        clock.mark()
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0, foreach=True)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-        clock.mark()
-        return clock.laps()
-
-    def kept_bytes(self) -> int:
-        """Of what lasts from step to step: weights and the optimiser's state."""
-        states = [value for state in self.optimiser.state.values() for value in state.values()]
-        return sum(part.nbytes for part in (*self.model.parameters(), *states) if isinstance(part, Tensor))
+def _training(sizes: Sizes, arm: _Arm, sublayers: int, width: int) -> TrainingStep:
+    config = DecoderConfig(
+        vocabulary=data.VOCABULARY,
+        width=width,
+        heads=sizes.heads,
+        context=sizes.context,
+        depth=sublayers // 2,
+        init_std=0.55 / width**0.5,
+        connection=arm.connection,
+        stream_dtype=sizes.stream_dtype,
+    )
+    return TrainingStep(config, sizes.batch, sizes.device, sizes.dtype)
 
 
 def _step_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]) -> Iterator[Row]:
@@ -343,11 +243,11 @@ def _together(sizes: Sizes, arms: list[_Arm]) -> list[list[_Arm]]:
 def _measure_steps(
     sizes: Sizes, arms: list[_Arm], sublayers: int, width: int, repeats: int, weighed: bool
 ) -> dict[_Arm, Row]:
-    trainings = {arm: _Training(sizes, arm, sublayers, width) for arm in arms}
-    laps = _interleaved({arm: training.step for arm, training in trainings.items()}, repeats)
+    trainings = {arm: _training(sizes, arm, sublayers, width) for arm in arms}
+    laps = interleaved({arm: training.step for arm, training in trainings.items()}, repeats)
     measures = {arm: _step_measures(laps.get(arm), laps.get(PRENORM)) for arm in arms}
     for arm in laps if weighed else ():
-        measures[arm]["peak_mb"] = f"{_peak(trainings[arm]) / 1e6:.1f}"
+        measures[arm]["peak_mb"] = f"{trainings[arm].peak_bytes() / 1e6:.1f}"
     return measures
 
 
@@ -371,43 +271,6 @@ def _step_measures(laps: np.ndarray | None, prenorm: np.ndarray | None) -> Row:
         "ratio_high": _rounded(high),
         "n": len(laps),
     }
-
-
-def _peak(training: _Training) -> int:
-    """Most bytes that a step has allocated at a time: weights, optimiser's state, gradients, activations, and scratch
-    that goes through PyTorch's allocator.
-
-    On CUDA as the allocator counts, on the CPU by adding up the profiler's record of each allocation: the same at
-    every run, without compilers and libraries. Resident memory may be several times as much where many small tensors
-    leave the C library's heap in pieces, as the naive form's do.
-    """
-    if training.device == "cuda":
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        training.step()
-        torch.cuda.synchronize()
-        return training.kept_bytes() + torch.cuda.max_memory_allocated() - before
-    with _silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        training.step()
-    assert recorded.profiler is not None
-    assert recorded.profiler.kineto_results is not None
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return training.kept_bytes() + int(np.cumsum(changes).max())
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Without the lines that the profiler's library writes to the standard error stream when it starts and stops."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 # --- the table ------------------------------------------------------------------------------------

@@ -10,14 +10,24 @@ from reslab.claims import Check, Record
 from reslab.files import write_atomic
 from reslab.schema import UserError, did_you_mean
 
-__all__ = ["scoreboard", "sentences", "write"]
+__all__ = ["assigned", "scoreboard", "sentences", "write"]
+
+
+def _rows() -> list[list[str]]:
+    """The cells of the table in docs/claims.md: id, sentence, notebooks."""
+    lines = (paths.ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
+    return cells[2:]
 
 
 def sentences() -> dict[str, str]:
     """The sentences of docs/claims.md by id."""
-    lines = (paths.ROOT / "docs" / "claims.md").read_text(encoding="utf-8").splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
-    return {row[0]: row[1] for row in cells[2:]}
+    return {row[0]: row[1] for row in _rows()}
+
+
+def assigned() -> dict[str, list[str]]:
+    """Of each sentence of docs/claims.md the numbers of the notebooks that test it, such as "02"."""
+    return {row[0]: [number.strip() for number in row[2].split(",")] for row in _rows()}
 
 
 def records() -> list[Record]:
@@ -53,7 +63,8 @@ def _markdown(found: list[Record]) -> str:
         "# Scoreboard",
         "",
         "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that",
-        "stood in `params.yaml` before the run. n is the number of seeds; a count or a maximum over all seeds has n=1.",
+        "stood in `params.yaml` before the run. n is the number of seeds, of measured times that of rounds; a count",
+        "or a maximum over all seeds has n=1. Measured times differ from run to run.",
         "",
         "| claim | verdict | key number | figure |",
         "|---|---|---|---|",

@@ -1,0 +1,506 @@
+"""Claim 15: attention over depth needs more memory and more compute, and variants keep both in check (B7a, B7b).
+
+Letters: S sublayers, N blocks of the Block form, d width, T tokens, X one activation (T d numbers).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import pandas as pd
+import torch
+from pydantic import Field, field_validator
+
+from reslab import data, traffic
+from reslab.claims import Check, Published, Question, Section, criteria_model, judge
+from reslab.comparison import Arm, Rates, Runs, choose_rates, held_out, train_arms
+from reslab.experiments.runs import decoder_run
+from reslab.models.decoder import DecoderConfig
+from reslab.residuals import ConnectionConfig
+from reslab.residuals.depth_attention import AttnResOptions
+from reslab.schema import Settings
+from reslab.stats import Estimate, deterministic, mean_of, paired_difference, slope
+from reslab.timing import TrainingStep, allocated_peak, interleaved
+
+if TYPE_CHECKING:
+    from reslab.params import Params
+
+TITLE = "What attention over depth costs, and what keeps it in check"
+STATEMENT = (
+    "Attention over depth needs more memory and more compute than the standard residual. Summaries of blocks, low "
+    "rank and a window keep the memory in check; blocks, a window and a sampled history keep the compute in check."
+)
+KEY = "time_full"
+
+PRENORM, FULL, PLAIN, BLOCK = "Pre-LN", "Full", "Full, plain form", "Block"
+WINDOW, STRIDE, KEYS, VALUES = "window", "every 4th source", "low-rank keys", "low-rank values"
+SAVING = {BLOCK: "block", WINDOW: "window", STRIDE: "stride", KEYS: "key_rank", VALUES: "value_rank"}
+"""The variants that are to save something, and the names of their checks."""
+
+
+def _loss_question(sentence: str, what: str) -> Question:
+    return Question(sentence, "trained", "nats per byte", f"{what}: the loss stays that of Full at equal steps")
+
+
+def _memory_question(what: str) -> Question:
+    return Question(
+        "B7a", "exact", "share of Full's extra bytes", f"{what}: at most half of Full's extra memory without gradients"
+    )
+
+
+def _time_question(what: str) -> Question:
+    return Question(
+        "B7b", "measured", "share of pre-norm's step", f"{what}: saves at least half of Full's extra time in training"
+    )
+
+
+QUESTIONS = {
+    # the byte model
+    "traffic_standard": Question(
+        "B7b", "exact", "d a token and sublayer", "the published traffic of the standard residual, counted again"
+    ),
+    "traffic_mhc": Question(
+        "B7b", "exact", "d a token and sublayer", "the published traffic of mHC with 4 streams, counted again"
+    ),
+    "traffic_full": Question(
+        "B7b", "exact", "d a token and sublayer", "the published traffic of Full at 128 sublayers, counted again"
+    ),
+    "traffic_block": Question(
+        "B7b", "exact", "d a token and sublayer", "the published traffic of Block (8 blocks of 16), counted again"
+    ),
+    "growth_full": Question("B7b", "exact", "exponent", "planned traffic of a pass, Full: grows faster than the depth"),
+    "growth_block": Question("B7b", "exact", "exponent", "planned traffic of a pass, Block: grows as the depth"),
+    "growth_window": Question("B7b", "exact", "exponent", "planned traffic of a pass, window: grows as the depth"),
+    "flops_full": Question(
+        "B7b", "exact", "share of pre-norm's", "Full's reads add multiplications ({deepest} blocks, forward)"
+    ),
+    # memory, as the allocator counts: the same at every run
+    "memory_training": Question(
+        "B7a", "exact", "times pre-norm's", "a training step of Full has a higher peak of memory ({deepest} blocks)"
+    ),
+    "memory_inference": Question(
+        "B7a", "exact", "exponent", "without gradients Full's extra memory grows in proportion to depth"
+    ),
+    "memory_block": _memory_question("summaries of blocks"),
+    "memory_window": _memory_question("a window"),
+    "memory_key_rank": _memory_question("low-rank keys"),
+    "memory_value_rank": _memory_question("low-rank values"),
+    # time
+    "time_full": Question(
+        "B7b", "measured", "times pre-norm's", "a training step of Full takes longer ({deepest} blocks)"
+    ),
+    "time_growth": Question("B7b", "measured", "exponent", "Full's extra time grows faster than the depth"),
+    "time_block": _time_question("grouping in blocks"),
+    "time_window": _time_question("a sliding window"),
+    "time_stride": _time_question("a sampled history"),
+    "kernel_saves": Question(
+        "B7b", "measured", "times Full's extra time", "the plain form's extra time is several times the kernel's"
+    ),
+    "residual_full": Question(
+        "B7b", "measured", "times the standard residual's", "reading and joining the stream alone takes Full longer"
+    ),
+    "residual_block": Question(
+        "B7b", "measured", "times Full's", "reading and joining the stream alone: Block takes at most half of it"
+    ),
+    # loss
+    "loss_block": _loss_question("B7a", "summaries of blocks"),
+    "loss_window": _loss_question("B7a", "a window"),
+    "loss_key_rank": _loss_question("B7a", "low-rank keys"),
+    "loss_value_rank": _loss_question("B7a", "low-rank values"),
+    "loss_stride": _loss_question("B7b", "a sampled history"),
+}
+"""What is asked, by the name of its criterion in params.yaml."""
+
+Criteria = criteria_model(QUESTIONS)
+
+
+# --- parameters -----------------------------------------------------------------------------------
+
+
+class Variants(Settings):
+    """How far the variants shrink what is read or kept."""
+
+    blocks: int = Field(ge=2)
+    """N, of the Block form."""
+    window: int = Field(ge=2)
+    key_rank: int = Field(ge=1)
+    value_rank: int = Field(ge=1)
+
+
+class Measured(Settings):
+    """Sizes of the training steps that are timed: each axis in turn, the others at their first value but depth's."""
+
+    depths: tuple[int, ...] = Field(min_length=2)
+    """Blocks, increasing; the last is also the depth of the other axes."""
+    widths: tuple[int, ...] = Field(min_length=1)
+    """Multiples of the decoder's."""
+    sequences: tuple[int, ...] = Field(min_length=1)
+    """Of the decoder's context, in a batch."""
+    rounds: int = Field(ge=2)
+    """Each has every arm once."""
+
+    @field_validator("depths", "widths", "sequences")
+    @classmethod
+    def _increase(cls, values: tuple[int, ...]) -> tuple[int, ...]:
+        if min(values) < 1 or list(values) != sorted(set(values)):
+            raise ValueError(f"give increasing numbers from 1, got {list(values)}")
+        return values
+
+
+class ResidualAlone(Settings):
+    """The stream of a deep model without its sublayers."""
+
+    sublayers: int = Field(ge=4)
+    tokens: int = Field(ge=1)
+    width: int = Field(ge=8, multiple_of=4)
+
+
+class Parameters(Section):
+    """The section claims.attention_residual_cost of params.yaml."""
+
+    variants: Variants
+    modelled_sublayers: tuple[int, ...] = Field(min_length=2)
+    """Depths over which the planned traffic's growth is fitted."""
+    measured: Measured
+    residual: ResidualAlone
+    depth: int = Field(ge=2)
+    """Blocks of the trained arms."""
+    learning_rates: Rates
+    criteria: Criteria  # type: ignore[valid-type]
+
+    def require(self, params: Params) -> None:
+        for name, rank in (("key_rank", self.variants.key_rank), ("value_rank", self.variants.value_rank)):
+            if rank > params.decoder.width:
+                raise ValueError(f"variants.{name} {rank} is larger than decoder.width; make it smaller")
+        if self.depth not in self.measured.depths:
+            raise ValueError(f"depth {self.depth} is none of measured.depths {list(self.measured.depths)}; add it")
+
+
+def _section(params: Params) -> Parameters:
+    return params.claims.attention_residual_cost
+
+
+def _judged(params: Params, **estimates: Estimate) -> list[Check]:
+    section = _section(params)
+    return judge(QUESTIONS, section.criteria, estimates, {"deepest": section.measured.depths[-1]})
+
+
+# --- the arms -------------------------------------------------------------------------------------
+
+
+def connections(variants: Variants, sublayers: int) -> dict[str, ConnectionConfig]:
+    """What is compared, by name, for a model of so many sublayers."""
+    block = -(-sublayers // min(variants.blocks, sublayers))
+    return {
+        PRENORM: ConnectionConfig("add"),
+        FULL: ConnectionConfig("attnres"),
+        PLAIN: ConnectionConfig("attnres", kernel="naive"),
+        BLOCK: ConnectionConfig("attnres", block=block),
+        WINDOW: ConnectionConfig("attnres", window=variants.window),
+        STRIDE: ConnectionConfig("attnres", stride=4),
+        KEYS: ConnectionConfig("attnres", key_rank=variants.key_rank),
+        VALUES: ConnectionConfig("attnres", value_rank=variants.value_rank),
+    }
+
+
+def arms(params: Params) -> list[Arm]:
+    """The trained arms: all but the plain form, which computes the same as Full."""
+    section = _section(params)
+    compared = connections(section.variants, 2 * section.depth)
+    return [
+        Arm(name, decoder_run(params, section.depth, connection), section.learning_rates)
+        for name, connection in compared.items()
+        if name != PLAIN
+    ]
+
+
+def rates(params: Params) -> pd.DataFrame:
+    """Stage one of the comparison: a learning rate for every arm."""
+    return choose_rates(arms(params), params.sweep, params.execution)
+
+
+def runs(params: Params, chosen: pd.DataFrame) -> Runs:
+    """Stage two: every arm at its rate on all seeds."""
+    return train_arms(arms(params), chosen, params.seeds, params.execution)
+
+
+# --- the byte model -------------------------------------------------------------------------------
+
+
+def planned(params: Params) -> pd.DataFrame:
+    """Rows read and written by one pass, by arm and number of sublayers; `rows` for the whole, `each` a sublayer."""
+    section = _section(params)
+    rows = []
+    for sublayers in section.modelled_sublayers:
+        for name, connection in connections(section.variants, sublayers).items():
+            moved = traffic.of_connection(connection, sublayers)
+            if moved is not None:
+                rows.append({"arm": name, "sublayers": sublayers, "rows": moved, "each": moved / sublayers})
+    return pd.DataFrame(rows)
+
+
+def published_traffic() -> dict[str, float]:
+    """Residual traffic at 128 sublayers and 8 blocks in units of d, by the schedules of the paper."""
+    return {
+        "standard": traffic.standard(),
+        "mHC": traffic.hyper_connections(streams=4),
+        FULL: traffic.two_phase_full(sublayers=128, group=16),
+        BLOCK: traffic.two_phase_block(sublayers=128, blocks=8),
+    }
+
+
+def checks_model(params: Params, plan: pd.DataFrame) -> list[Check]:
+    """Sentence B7b without a clock: bytes and multiplications."""
+
+    def growth(arm: str) -> Estimate:
+        chosen = plan[plan["arm"] == arm]
+        return deterministic(slope(np.log(chosen["sublayers"]).tolist(), np.log(chosen["rows"]).tolist()))
+
+    counted = published_traffic()
+    return _judged(
+        params,
+        traffic_standard=deterministic(counted["standard"]),
+        traffic_mhc=deterministic(counted["mHC"]),
+        traffic_full=deterministic(counted[FULL]),
+        traffic_block=deterministic(counted[BLOCK]),
+        growth_full=growth(FULL),
+        growth_block=growth(BLOCK),
+        growth_window=growth(WINDOW),
+        flops_full=deterministic(_extra_multiplications(params)),
+    )
+
+
+def _extra_multiplications(params: Params) -> float:
+    """Of Full's reads, as a share of a pre-norm decoder's: for each source read d for its score and d for the sum."""
+    blocks = _section(params).measured.depths[-1]
+    decoder = _decoder(params, blocks, params.decoder.width, ConnectionConfig("attnres"))
+    options = cast(AttnResOptions, decoder.connection.options)
+    sources = sum(len(read) for read in options.plan(decoder.sublayers, keep=True).reads)
+    reads = 2 * sources * decoder.width * decoder.context
+    return reads / (blocks * decoder.relative_cost + decoder.context * decoder.width * decoder.vocabulary)
+
+
+# --- time and memory of training steps ------------------------------------------------------------
+
+
+def _decoder(params: Params, blocks: int, width: int, connection: ConnectionConfig) -> DecoderConfig:
+    shape = params.decoder.model_dump() | {"width": width, "init_std": 0.55 / width**0.5}
+    return DecoderConfig(
+        **shape,
+        vocabulary=data.VOCABULARY,
+        depth=blocks,
+        connection=connection,
+    )
+
+
+def sizes(params: Params) -> list[tuple[int, int, int]]:
+    """Blocks, width and sequences of the measured steps: each axis in turn."""
+    measured = _section(params).measured
+    widths = [multiple * params.decoder.width for multiple in measured.widths]
+    width, sequences, deepest = widths[0], measured.sequences[0], measured.depths[-1]
+    along = [(blocks, width, sequences) for blocks in measured.depths]
+    along += [(deepest, each, sequences) for each in widths]
+    along += [(deepest, width, each) for each in measured.sequences]
+    return list(dict.fromkeys(along))
+
+
+Size = tuple[int, int, int]
+
+
+def measure(params: Params) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Training steps of every arm at every size: times by round, in ms, and peaks of memory, in bytes.
+
+    Times: columns arm, blocks, width, sequences, round, ms. Peaks: arm, blocks, width, sequences, training, inference
+    (a forward pass without gradients, beyond the weights). One model lives at a time but for those of one size.
+    """
+    torch.set_num_threads(params.device.threads)
+    times, peaks = [], []
+    for size in sizes(params):
+        timed, weighed = _measure_size(params, size)
+        times += timed
+        peaks += weighed
+    return pd.DataFrame(times), pd.DataFrame(peaks)
+
+
+Row = dict[str, object]
+
+
+def _measure_size(params: Params, size: Size) -> tuple[list[Row], list[Row]]:
+    blocks, width, sequences = size
+    section, device = _section(params), params.device
+    steps = {
+        name: TrainingStep(
+            _decoder(params, blocks, width, connection), sequences, device.kind, getattr(torch, device.precision)
+        )
+        for name, connection in connections(section.variants, 2 * blocks).items()
+    }
+    laps = interleaved({name: step.step for name, step in steps.items()}, section.measured.rounds)
+    here = {"blocks": blocks, "width": width, "sequences": sequences}
+    times: list[Row] = [
+        {"arm": name, **here, "round": number, "ms": float(row.sum())}
+        for name, rows in laps.items()
+        for number, row in enumerate(rows)
+    ]
+    peaks: list[Row] = [
+        {
+            "arm": name,
+            **here,
+            "training": steps[name].peak_bytes(),
+            "inference": allocated_peak(steps[name].infer, device.kind),
+        }
+        for name in laps
+    ]
+    return times, peaks
+
+
+def at_depths(params: Params, table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of `table` along the axis of depth."""
+    _, width, sequences = sizes(params)[0]
+    return table[(table["width"] == width) & (table["sequences"] == sequences)]
+
+
+def checks_memory(params: Params, peaks: pd.DataFrame) -> list[Check]:
+    """Sentence B7a: allocated bytes, which are the same at every run."""
+    table = at_depths(params, peaks)
+    training = table.pivot(index="blocks", columns="arm", values="training")
+    inference = table.pivot(index="blocks", columns="arm", values="inference")
+    extra = inference.sub(inference[PRENORM], axis=0)
+    deepest = extra.iloc[-1]
+    shares = {f"memory_{SAVING[arm]}": deterministic(deepest[arm] / deepest[FULL]) for arm in SAVING if arm != STRIDE}
+    return _judged(
+        params,
+        memory_training=deterministic(training[FULL].iloc[-1] / training[PRENORM].iloc[-1]),
+        memory_inference=deterministic(slope(np.log(extra.index).tolist(), np.log(extra[FULL]).tolist())),
+        **shares,
+    )
+
+
+FLOOR = 0.01
+"""Of pre-norm's step: extra times are taken as at least this, below which noise rules."""
+
+
+def checks_time(params: Params, times: pd.DataFrame, alone: pd.DataFrame) -> list[Check]:
+    """Sentence B7b: measured times, which differ from run to run. n is the number of rounds."""
+    table = at_depths(params, times).pivot(index=["round", "blocks"], columns="arm", values="ms")
+    extra = table.sub(table[PRENORM], axis=0).div(table[PRENORM], axis=0)
+    deepest = extra.xs(_section(params).measured.depths[-1], level="blocks")
+    floored = extra[FULL].clip(lower=FLOOR) * table[PRENORM]
+    halves = {
+        f"time_{SAVING[arm]}": mean_of((deepest[arm] - deepest[FULL] / 2).tolist()) for arm in (BLOCK, WINDOW, STRIDE)
+    }
+    return _judged(
+        params,
+        time_full=mean_of((1 + deepest[FULL]).tolist()),
+        time_growth=mean_of([_growth(one) for _, one in floored.groupby(level="round")]),
+        kernel_saves=mean_of((deepest[PLAIN] / deepest[FULL].clip(lower=FLOOR)).tolist()),
+        residual_full=mean_of((alone[FULL] / alone["standard"]).tolist()),
+        residual_block=mean_of((alone[BLOCK] / alone[FULL]).tolist()),
+        **halves,
+    )
+
+
+def _growth(extra: pd.Series) -> float:
+    """Exponent of one round's extra times over the depth."""
+    return slope(np.log(extra.index.get_level_values("blocks")).tolist(), np.log(extra).tolist())
+
+
+# --- the residual alone ---------------------------------------------------------------------------
+
+
+def residual_alone(params: Params) -> tuple[pd.DataFrame, float]:
+    """Time in ms of a pass of the stream alone, [rounds, arms], and the bandwidth of reading in bytes a second.
+
+    Sublayers put out tensors that were made beforehand, so that only reading and joining the stream takes time.
+    """
+    torch.set_num_threads(params.device.threads)
+    section, kind = _section(params), params.device.kind
+    size = section.residual
+    block = -(-size.sublayers // min(section.variants.blocks, size.sublayers))
+    compared = {
+        "standard": ConnectionConfig("add"),
+        "mHC": ConnectionConfig("hyper", doubly_stochastic=True),
+        FULL: ConnectionConfig("attnres"),
+        PLAIN: ConnectionConfig("attnres", kernel="naive"),
+        BLOCK: ConnectionConfig("attnres", block=block),
+    }
+    passes = traffic.stream_passes(compared, size.sublayers, size.tokens, size.width, kind)
+    laps = interleaved(passes, section.measured.rounds)
+    bandwidth = traffic.bandwidth(kind)
+    return pd.DataFrame({name: rows.sum(1) for name, rows in laps.items()}), bandwidth
+
+
+def traffic_table(params: Params, alone: pd.DataFrame, bandwidth: float) -> pd.DataFrame:
+    """Traffic in d a token and sublayer: published at 128 sublayers, planned by this package, and what was measured.
+
+    `measured` is the median time times the bandwidth: what could have been read in that time.
+    """
+    size = _section(params).residual
+    unit = 4 * size.tokens * size.width * size.sublayers
+    blocks = -(-size.sublayers // min(_section(params).variants.blocks, size.sublayers))
+    own: Mapping[str, ConnectionConfig] = {
+        "standard": ConnectionConfig("add"),
+        FULL: ConnectionConfig("attnres"),
+        PLAIN: ConnectionConfig("attnres", kernel="naive"),
+        BLOCK: ConnectionConfig("attnres", block=blocks),
+    }
+    planned_here = {name: traffic.of_connection(c, size.sublayers) for name, c in own.items()}
+    counted = published_traffic()
+    return pd.DataFrame(
+        {
+            name: {
+                "published": counted.get(name, math.nan),
+                "planned": (planned_here.get(name) or math.nan) / size.sublayers,
+                "measured": float(np.median(alone[name])) / 1e3 * bandwidth / unit,
+            }
+            for name in map(str, alone)
+        }
+    ).T
+
+
+# --- loss -----------------------------------------------------------------------------------------
+
+
+def checks_loss(params: Params, trained: Runs) -> list[Check]:
+    """What each variant costs in held-out loss against Full, at equal steps."""
+    full = held_out(trained[FULL])
+    return _judged(
+        params,
+        **{f"loss_{name}": paired_difference(held_out(trained[arm]), full) for arm, name in SAVING.items()},
+    )
+
+
+def losses(trained: Runs) -> pd.DataFrame:
+    """Each arm's held-out loss beside pre-norm's and Full's, paired by seed."""
+    prenorm, full = held_out(trained[PRENORM]), held_out(trained[FULL])
+    return pd.DataFrame(
+        {
+            arm: {
+                "test loss": str(mean_of(held_out(records))),
+                "minus pre-norm's": str(paired_difference(held_out(records), prenorm)),
+                "minus Full's": str(paired_difference(held_out(records), full)),
+            }
+            for arm, records in trained.items()
+        }
+    ).T
+
+
+# --- published numbers ----------------------------------------------------------------------------
+
+PAPER = "Kimi Team 2026, arXiv 2603.15031"
+
+
+def published(checks: Sequence[Check]) -> list[Published]:
+    ours: Callable[[str], str] = {c.name: str(c.estimate) for c in checks}.__getitem__
+    rows = [
+        ("traffic of the standard residual a token and sublayer, 128 sublayers", "3 d", "traffic_standard"),
+        ("the same of mHC", "34 d", "traffic_mhc"),
+        ("the same of Full", "24 d", "traffic_full"),
+        ("the same of Block, 8 blocks", "5.5 d", "traffic_block"),
+        ("time of training, Block over the baseline (a cluster of GPUs)", "< 1.04", "time_full"),
+        ("loss of a window of 8 and the embedding minus Full's, 436M parameters", "0.027", "loss_window"),
+        ("loss of Block (blocks of 4) minus Full's, 436M parameters", "0.011", "loss_block"),
+    ]
+    return [Published(what=what, published=number, ours=ours(name), source=PAPER) for what, number, name in rows]
