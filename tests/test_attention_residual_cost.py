@@ -40,7 +40,7 @@ def made_up(settings: Params, full: float, others: float) -> pd.DataFrame:
     extra = {claim.PRENORM: 0.0, claim.FULL: full, claim.PLAIN: 3 * full}
     rows: list[dict[str, Any]] = []
     for blocks, width, sequences in claim.sizes(settings):
-        for arm in claim.connections(settings.claims.attention_residual_cost.variants, 2 * blocks):
+        for arm in claim.connections(settings.claims.attention_residual_cost.variants, 2 * blocks, width):
             for number in range(3):
                 noise = 1 + 0.001 * number
                 share = extra.get(arm, others) * blocks
@@ -127,7 +127,7 @@ def test_figure_draws_also_where_a_run_diverged(
     ("changed", "message"),
     [
         ({"depth": 7}, r"depth 7 is none of measured.depths \[2, 3\]; add it"),
-        ({"variants": {"key_rank": 99}}, "variants.key_rank 99 is larger than decoder.width; make it smaller"),
+        ({"variants": {"keys": 1}}, "variants.keys: input should be greater than or equal to 2, got 1"),
         ({"variants": {"blocks": 1}}, "variants.blocks: input should be greater than or equal to 2, got 1"),
         ({"measured": {"depths": [3]}}, "measured.depths: tuple should have at least 2 items"),
         ({"measured": {"depths": [3, 2]}}, r"measured.depths: give increasing numbers from 1, got \[3, 2\]"),

@@ -126,8 +126,10 @@ class Variants(Settings):
     blocks: int = Field(ge=2)
     """N, of the Block form."""
     window: int = Field(ge=2)
-    key_rank: int = Field(ge=1)
-    value_rank: int = Field(ge=1)
+    keys: int = Field(ge=2)
+    """The rank of keys is the width divided by this."""
+    values: int = Field(ge=2)
+    """The rank of values is the width divided by this."""
 
 
 class Measured(Settings):
@@ -172,9 +174,6 @@ class Parameters(Section):
     criteria: Criteria  # type: ignore[valid-type]
 
     def require(self, params: Params) -> None:
-        for name, rank in (("key_rank", self.variants.key_rank), ("value_rank", self.variants.value_rank)):
-            if rank > params.decoder.width:
-                raise ValueError(f"variants.{name} {rank} is larger than decoder.width; make it smaller")
         if self.depth not in self.measured.depths:
             raise ValueError(f"depth {self.depth} is none of measured.depths {list(self.measured.depths)}; add it")
 
@@ -191,8 +190,8 @@ def _judged(params: Params, **estimates: Estimate) -> list[Check]:
 # --- the arms -------------------------------------------------------------------------------------
 
 
-def connections(variants: Variants, sublayers: int) -> dict[str, ConnectionConfig]:
-    """What is compared, by name, for a model of so many sublayers."""
+def connections(variants: Variants, sublayers: int, width: int) -> dict[str, ConnectionConfig]:
+    """What is compared, by name, for a model of so many sublayers and this width."""
     block = -(-sublayers // min(variants.blocks, sublayers))
     return {
         PRENORM: ConnectionConfig("add"),
@@ -201,15 +200,15 @@ def connections(variants: Variants, sublayers: int) -> dict[str, ConnectionConfi
         BLOCK: ConnectionConfig("attnres", block=block),
         WINDOW: ConnectionConfig("attnres", window=variants.window),
         STRIDE: ConnectionConfig("attnres", stride=4),
-        KEYS: ConnectionConfig("attnres", key_rank=variants.key_rank),
-        VALUES: ConnectionConfig("attnres", value_rank=variants.value_rank),
+        KEYS: ConnectionConfig("attnres", key_rank=max(1, width // variants.keys)),
+        VALUES: ConnectionConfig("attnres", value_rank=max(1, width // variants.values)),
     }
 
 
 def arms(params: Params) -> list[Arm]:
     """The trained arms: all but the plain form, which computes the same as Full."""
     section = _section(params)
-    compared = connections(section.variants, 2 * section.depth)
+    compared = connections(section.variants, 2 * section.depth, params.decoder.width)
     return [
         Arm(name, decoder_run(params, section.depth, connection), section.learning_rates)
         for name, connection in compared.items()
@@ -235,7 +234,7 @@ def planned(params: Params) -> pd.DataFrame:
     section = _section(params)
     rows = []
     for sublayers in section.modelled_sublayers:
-        for name, connection in connections(section.variants, sublayers).items():
+        for name, connection in connections(section.variants, sublayers, params.decoder.width).items():
             moved = traffic.of_connection(connection, sublayers)
             if moved is not None:
                 rows.append({"arm": name, "sublayers": sublayers, "rows": moved, "each": moved / sublayers})
@@ -335,7 +334,7 @@ def _measure_size(params: Params, size: Size) -> tuple[list[Row], list[Row]]:
         name: TrainingStep(
             _decoder(params, blocks, width, connection), sequences, device.kind, getattr(torch, device.precision)
         )
-        for name, connection in connections(section.variants, 2 * blocks).items()
+        for name, connection in connections(section.variants, 2 * blocks, width).items()
     }
     laps = interleaved({name: step.step for name, step in steps.items()}, section.measured.rounds)
     here = {"blocks": blocks, "width": width, "sequences": sequences}
