@@ -126,9 +126,9 @@ class Variants(Settings):
     blocks: int = Field(ge=2)
     """N, of the Block form."""
     window: int = Field(ge=2)
-    keys: int = Field(ge=2)
+    key_reduction: int = Field(ge=2)
     """The rank of keys is the width divided by this."""
-    values: int = Field(ge=2)
+    value_reduction: int = Field(ge=2)
     """The rank of values is the width divided by this."""
 
 
@@ -200,8 +200,8 @@ def connections(variants: Variants, sublayers: int, width: int) -> dict[str, Con
         BLOCK: ConnectionConfig("attnres", block=block),
         WINDOW: ConnectionConfig("attnres", window=variants.window),
         STRIDE: ConnectionConfig("attnres", stride=4),
-        KEYS: ConnectionConfig("attnres", key_rank=max(1, width // variants.keys)),
-        VALUES: ConnectionConfig("attnres", value_rank=max(1, width // variants.values)),
+        KEYS: ConnectionConfig("attnres", key_rank=max(1, width // variants.key_reduction)),
+        VALUES: ConnectionConfig("attnres", value_rank=max(1, width // variants.value_reduction)),
     }
 
 
