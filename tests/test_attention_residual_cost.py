@@ -127,7 +127,7 @@ def test_figure_draws_also_where_a_run_diverged(
     ("changed", "message"),
     [
         ({"depth": 7}, r"depth 7 is none of measured.depths \[2, 3\]; add it"),
-        ({"variants": {"key_reduction": 1}}, "variants.key_reduction: input should be greater than or equal to 2, got 1"),
+        ({"variants": {"key_reduction": 1}}, "key_reduction: input should be greater than or equal to 2, got 1"),
         ({"variants": {"blocks": 1}}, "variants.blocks: input should be greater than or equal to 2, got 1"),
         ({"measured": {"depths": [3]}}, "measured.depths: tuple should have at least 2 items"),
         ({"measured": {"depths": [3, 2]}}, r"measured.depths: give increasing numbers from 1, got \[3, 2\]"),
