@@ -12,7 +12,7 @@ from reslab.health import ResidualHealth
 from reslab.probes import evaluating, outputs_of, stacks
 from reslab.residuals import connection_modules
 
-__all__ = ["branch_scales", "branch_shares", "effective_depth", "stack_parameters"]
+__all__ = ["branch_scales", "branch_shares", "effective_depth", "set_scales", "stack_parameters"]
 
 
 def branch_shares(model: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> list[float]:
@@ -51,3 +51,10 @@ def stack_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Para
     own = {id(weight) for connection in connection_modules(model) for weight in connection.parameters()}
     every: Sequence[nn.Parameter] = [weight for stack in stacks(model) for weight in stack.parameters()]
     return [w for w in every if id(w) not in own], [w for w in every if id(w) in own]
+
+
+@torch.no_grad()
+def set_scales(model: nn.Module, scale: float) -> None:
+    """Set all weights of the model's connections to `scale`, in place."""
+    for weight in stack_parameters(model)[1]:
+        weight.fill_(scale)

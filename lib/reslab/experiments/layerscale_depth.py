@@ -14,14 +14,13 @@ from pydantic import Field, field_validator, model_validator
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, RateSweep, Runs, choose_rates, each, held_out, train_arms
-from reslab.experiments.layerscale_depth_exact import Exact, closed_networks, exact_estimates, jacobians, set_scales
+from reslab.experiments.layerscale_depth_exact import Exact, closed_networks, exact_estimates, jacobians
+from reslab.experiments.layerscale_depth_opening import closing_cost, effective_depths, opening_table
 from reslab.experiments.runs import decoder_run, image_run
-from reslab.opening import branch_scales, branch_shares, effective_depth
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_difference, slope
-from reslab.sweep import trained_model
-from reslab.training import Model, RunConfig, RunRecord, build, evaluate, optimisation_steps
+from reslab.training import RunRecord
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -60,7 +59,10 @@ def _gain_questions(prefix: str, model: str, unit: str) -> dict[str, Question]:
             f"{prefix}shallow_{size}": (unit, f"{method} gains nothing in {model} of {{{prefix}shallow}} blocks"),
             f"{prefix}appears_{size}": (unit, f"{method} gains in {model} of {{appears_at}} blocks"),
             f"{prefix}deep_{size}": (unit, f"{method} gains in {model} of {{{prefix}deep}} blocks"),
-            f"{prefix}slope_{size}": (f"{unit} per doubling of depth", f"the gain of {method} in {model} grows with depth"),
+            f"{prefix}slope_{size}": (
+                f"{unit} per doubling of depth",
+                f"the gain of {method} in {model} grows with depth",
+            ),
         }
     return {name: Question("A5.1b", "trained", *question) for name, question in asked.items()}
 
@@ -71,7 +73,10 @@ QUESTIONS = {
         "A5.1a", "exact", "nats between depths", "at scale 0 the loss is the same at every depth, to {thousand} blocks"
     ),
     "closed_branches": Question(
-        "A5.1a", "exact", "largest gradient", "at scale 0 no weight of a branch has a gradient: only its scale can open it"
+        "A5.1a",
+        "exact",
+        "largest gradient",
+        "at scale 0 no weight of a branch has a gradient: only its scale can open it",
     ),
     "closed_scales": Question("A5.1a", "exact", "smallest gradient", "at scale 0 every scale has a gradient"),
     "jacobian_zero": Question(
@@ -121,7 +126,7 @@ QUESTIONS = {
         "A5.1a",
         "trained",
         "effective depth over plain's",
-        "after {early:.0%} of training ReZero ({looked_at} blocks) is effectively less than half as deep as plain Pre-LN",
+        "after {early:.0%} of training ReZero is effectively less than half as deep as plain ({looked_at} blocks)",
     ),
     "early_small": Question(
         "A5.1a", "trained", "effective depth over plain's", f"after {{early:.0%}} of training {SMALL} is so too"
@@ -156,9 +161,7 @@ Criteria = criteria_model(QUESTIONS)
 
 def _require_depths(depths: tuple[int, ...]) -> tuple[int, ...]:
     if len(depths) < 2 or min(depths) < 1 or list(depths) != sorted(set(depths)):
-        raise ValueError(
-            f"depths must increase from at least 1 and be two or more, for a gain that grows with depth, got {list(depths)}"
-        )
+        raise ValueError(f"depths must be two or more that increase from at least 1, got {list(depths)}")
     return depths
 
 
@@ -197,7 +200,7 @@ class Thousand(Settings):
     evaluation_windows: int = Field(ge=1)
     learning_rates: Rates
     trains_from: float = Field(gt=0)
-    """A run trains if its held-out loss is this far below ln 256, that of guessing at random (nats), and all is finite."""
+    """A run trains if its held-out loss is this many nats below ln 256, that of random guessing, and all is finite."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Thousand:
@@ -231,14 +234,16 @@ class Parameters(Section):
             if self.appears_at not in depths[1:]:
                 raise ValueError(f"appears_at {self.appears_at} must be one of {name} after the first, {list(depths)}")
         if self.thousand.depth <= max(self.depths):
-            raise ValueError(f"thousand.depth {self.thousand.depth} must be larger than the deepest of {list(self.depths)}")
+            raise ValueError(
+                f"thousand.depth {self.thousand.depth} must be larger than the deepest of {list(self.depths)}"
+            )
         if len(set(self.stages)) < len(self.stages):
             raise ValueError(f"early {self.early:g} of {self.steps} steps is too short; it needs at least 2 steps")
         return self
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Numbers of updates after which the shares of the branches are measured: none, early/2, early, 2 early, all."""
+        """Updates after which the shares of the branches are measured: none, early/2, early, 2 early, all."""
         early = round(self.early * self.steps)
         return (0, early // 2, early, min(2 * early, self.steps - 1), self.steps)
 
@@ -438,55 +443,11 @@ def checks_gain(params: Params, trained: Runs) -> list[Check]:
 
 
 def openings(params: Params, trained: Runs) -> pd.DataFrame:
-    """Share and scale of every branch over training, at the depth `appears_at`.
-
-    One row for each method, seed, step (number of updates) and sublayer. Early stages are taken from the very
-    training that the records tell of, run again to there; the last from its weights. Of a run that diverged
-    nothing is measured.
-    """
+    """Share and scale of every branch over training, at the depth `appears_at`: see `opening_table`."""
     section = params.claims.layerscale_depth
     torch.set_num_threads(params.device.threads)
-    rows = []
-    for method in OPENING_METHODS:
-        for record in trained[arm_name(method, section.appears_at)]:
-            for step, shares, scales in _opening(record, section.stages):
-                for sublayer, (share, scale) in enumerate(zip(shares, scales, strict=True), start=1):
-                    place = {"method": method, "seed": record.config.seed, "step": step, "sublayer": sublayer}
-                    rows.append(place | {"share": share, "scale": scale})
-    return pd.DataFrame(rows)
-
-
-def _opening(record: RunRecord, stages: Sequence[int]) -> list[tuple[int, list[float], list[float]]]:
-    """Shares and scales of all branches at each stage of a run."""
-    config = record.config
-    if record.outcome == "diverged":
-        lost = [math.nan] * (2 * config.model.depth)
-        return [(stage, lost, lost) for stage in stages]
-    task = data.load(config.task)
-    inputs, _ = next(task.held_out("validation"))
-    assert isinstance(inputs, torch.Tensor)
-    inputs = inputs[:16].to(config.device.kind)
-    eager = config.model_copy(update={"device": config.device.model_copy(update={"compile": False})})
-    model = build(config.model, config.seed).to(config.device.kind)
-    found = []
-    for step, _ in enumerate(optimisation_steps(eager, task, model)):  # yields before the update of this step
-        if step in stages:
-            found.append((step, branch_shares(model, inputs), branch_scales(model)))
-        if step >= stages[-2]:
-            break
-    last = _trained(config)
-    return [*found, (stages[-1], branch_shares(last, inputs), branch_scales(last))]
-
-
-def _trained(config: RunConfig) -> Model:
-    model: Model = trained_model(config).to(config.device.kind)
-    return model
-
-
-def effective_depths(opened: pd.DataFrame, method: str, step: int) -> list[float]:
-    """Effective depth in sublayers after so many updates, seed by seed."""
-    chosen = opened[(opened["method"] == method) & (opened["step"] == step)]
-    return [effective_depth(seed["share"]) for _, seed in chosen.groupby("seed", sort=False)]
+    records = {method: trained[arm_name(method, section.appears_at)] for method in OPENING_METHODS}
+    return opening_table(records, section.stages)
 
 
 def checks_opening(params: Params, opened: pd.DataFrame) -> list[Check]:
@@ -515,16 +476,6 @@ def trains(params: Params, record: RunRecord) -> bool:
     """Is the held-out loss clearly below that of guessing at random, and all finite?"""
     fallen = math.log(data.VOCABULARY) - (record.test_loss if record.test_loss is not None else math.inf)
     return record.outcome != "diverged" and fallen > params.claims.layerscale_depth.thousand.trains_from
-
-
-def closing_cost(record: RunRecord) -> float:
-    """By how much the test loss of a trained model rises when all its scales are set to 0 again."""
-    if record.test_loss is None:
-        return math.nan
-    model = _trained(record.config)
-    set_scales(model, 0.0)
-    closed = evaluate(record.config, data.load(record.config.task), model, "test")
-    return closed[0] - record.test_loss if closed else math.nan
 
 
 def checks_thousand(params: Params, trained: Runs) -> list[Check]:
@@ -579,7 +530,7 @@ def published(checks: Sequence[Check]) -> list[Published]:
         ),
         Published(
             what="counter-evidence: LayerScale in a language model (nats gained, deepest)",
-            published="LLaMA-130M perplexity: Pre-LN 26.73, LayerScale 27.93, SkipInit 27.41, that is -0.044 and -0.025",
+            published="LLaMA-130M perplexity: Pre-LN 26.73, LayerScale 27.93 (-0.044 nats), SkipInit 27.41 (-0.025)",
             ours=both("deep"),
             source="Sun et al. 2025, arXiv 2502.05795",
         ),

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from reslab import data
 from reslab.isometry import jacobian, mean_squared_singular_value, pulled_back
 from reslab.models.decoder import Decoder, DecoderConfig
-from reslab.opening import stack_parameters
+from reslab.opening import set_scales, stack_parameters
 from reslab.residuals import ConnectionConfig, Placement
 from reslab.schema import Settings
 from reslab.stats import Estimate, deterministic, mean_of
@@ -99,7 +99,7 @@ def jacobians(exact: Exact) -> pd.DataFrame:
 
 
 SCALES = (0.0, 1e-4, 1.0)
-"""ReZero's start, the start of LayerScale 1e-4, and plain Pre-LN, which at initial weights differ in this number alone."""
+"""ReZero's start, that of LayerScale 1e-4, and plain Pre-LN: at initial weights they differ in this number alone."""
 
 
 def closed_networks(exact: Exact, depths: Sequence[int]) -> pd.DataFrame:
@@ -122,13 +122,6 @@ def closed_networks(exact: Exact, depths: Sequence[int]) -> pd.DataFrame:
                 row[f"passed at {scale:g}"] = pulled_back(model.stack, _stream(exact, seed), seed)
             rows.append(row)
     return pd.DataFrame(rows)
-
-
-@torch.no_grad()
-def set_scales(model: torch.nn.Module, scale: float) -> None:
-    """Set all weights of the model's connections to `scale`."""
-    for weight in stack_parameters(model)[1]:
-        weight.fill_(scale)
 
 
 def _closed(model: Decoder, exact: Exact, seed: int) -> dict[str, float]:
