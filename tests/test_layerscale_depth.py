@@ -16,9 +16,11 @@ from reslab.experiments import layerscale_depth as claim
 from reslab.experiments import layerscale_depth_exact as exact
 from reslab.experiments import layerscale_depth_figure as figure
 from reslab.experiments import layerscale_depth_opening as opening
+from reslab.opening import branch_shares, set_scales
 from reslab.params import Params
+from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from reslab.training import RunRecord, train_model
+from reslab.training import RunRecord, evaluate, train_model
 
 SECTION = "layerscale_depth"
 
@@ -116,7 +118,7 @@ def test_open_network_is_not_taken_for_a_closed_one(settings: Params) -> None:
     """The checks of closed networks can fail: at scale 1 depths differ, and branches have gradients."""
     small = settings.claims.layerscale_depth.exact
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(exact, "ConnectionConfig", lambda kind: claim.ConnectionConfig("skipinit", initial=1.0))
+        patched.setattr(exact, "ConnectionConfig", lambda kind: ConnectionConfig("skipinit", initial=1.0))
         table = exact.closed_networks(small, [2, 4])
     estimates = exact.exact_estimates(exact.jacobians(small), table)
     assert (estimates["closed_loss"].value or 0) > 1e-3
@@ -209,7 +211,7 @@ def test_early_stages_are_those_of_the_run_itself(trained: Runs, opened: pd.Data
     again, model = train_model(record.config)
     assert again.train_loss == record.train_loss
     last = opened[(opened["method"] == "ReZero") & (opened["seed"] == 0) & (opened["step"] == 8)]
-    assert last["share"].tolist() == opening.branch_shares(model, inputs[: opening.SEQUENCES])
+    assert last["share"].tolist() == branch_shares(model, inputs[: opening.SEQUENCES])
 
 
 def test_rezero_opens_from_nothing(settings: Params, opened: pd.DataFrame) -> None:
@@ -226,8 +228,8 @@ def test_rezero_opens_from_nothing(settings: Params, opened: pd.DataFrame) -> No
 def test_closing_cost_is_what_the_test_loss_rises_by(settings: Params, trained: Runs) -> None:
     record = trained["ReZero, 8 blocks"][0]
     model = sweep.trained_model(record.config)
-    opening.set_scales(model, 0.0)
-    shut = opening.evaluate(record.config, data.load(record.config.task), model, "test")
+    set_scales(model, 0.0)
+    shut = evaluate(record.config, data.load(record.config.task), model, "test")
     assert shut is not None
     assert opening.closing_cost(record) == shut[0] - (record.test_loss or 0) != 0
 

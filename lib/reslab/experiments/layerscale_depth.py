@@ -53,7 +53,7 @@ LAYERSCALES = {"large": LARGE, "small": SMALL}
 
 def _gain_questions(prefix: str, model: str, unit: str) -> dict[str, Question]:
     """Sentence A5.1b on one task, for each LayerScale."""
-    asked = {}
+    asked: dict[str, tuple[str, str]] = {}
     for size, method in LAYERSCALES.items():
         asked |= {
             f"{prefix}shallow_{size}": (unit, f"{method} gains nothing in {model} of {{{prefix}shallow}} blocks"),

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from reslab import plotting
 from reslab.comparison import Runs
@@ -63,7 +63,7 @@ def _draw_gain(axes: Axes, params: Params, trained: Runs, *, images: bool) -> No
     axes.set_xlim(every[0] / 1.3, every[-1] * 1.4)
     unit = "points of accuracy" if images else "nats per byte"
     model = "Image encoder" if images else "Decoder"
-    axes.set(title=f"{model}: gain by depth (95 %)", xlabel="depth (blocks)", ylabel=f"gain over Pre-LN, {unit}")
+    axes.set(title=f"{model}: gain over Pre-LN (95 %)", xlabel="depth (blocks)", ylabel=f"gain, {unit}")
     axes.legend()
 
 
@@ -140,6 +140,7 @@ def _draw_scales(axes: Axes, params: Params, opened: pd.DataFrame) -> None:
     axes.plot([], [], color="black", label="after training")
     axes.plot([], [], color="black", linestyle="--", label="early")
     axes.set_yscale("log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
         title=f"Learnt scales by layer ({section.appears_at} blocks)",
         xlabel="sublayer (0: first attention)",
