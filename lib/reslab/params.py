@@ -14,6 +14,7 @@ from reslab import paths
 from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
+from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
@@ -28,6 +29,7 @@ class Claims(Settings):
 
     no_residual_collapse: NoResidualCollapse
     attention_residual_cost: AttentionResidualCost
+    layerscale_depth: LayerscaleDepth
 
 
 class Params(Settings):

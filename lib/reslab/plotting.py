@@ -24,6 +24,7 @@ COLOURS = {
     "DeepNorm": _PALETTE[1],
     "Post-LN, DeepNet init": _PALETTE[6],
     "ReZero": _PALETTE[2],
+    "ReZero 0.1": _PALETTE[9],
     "SkipInit": _PALETTE[8],
     "LayerScale 0.1": _PALETTE[1],
     "LayerScale 1e-4": _PALETTE[3],

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from reslab import data
 from reslab.models.decoder import DecoderConfig
+from reslab.models.image_encoder import ImageEncoderConfig
 from reslab.residuals import ConnectionConfig, Placement
 from reslab.training import RunConfig
 
 if TYPE_CHECKING:
     from reslab.params import Params
 
-__all__ = ["decoder_run", "text_task"]
+__all__ = ["decoder_run", "image_run", "text_task"]
 
 
 def text_task(params: Params) -> data.TextConfig:
@@ -52,6 +53,41 @@ def decoder_run(
         task=text_task(params),
         model=model,
         optimisation=recipe,
+        learning_rate=1.0,
+        seed=0,
+        device=params.device,
+    )
+
+
+def image_run(
+    params: Params,
+    depth: int,
+    connection: ConnectionConfig | None = None,
+    placement: Placement = "pre",
+    *,
+    steps: int,
+    batch: int,
+    width: int,
+    heads: int,
+) -> RunConfig:
+    """An image encoder of `depth` blocks that classifies the digits, in patches of 2 x 2; all else as `optimisation`.
+
+    Matrices start with GPT-2's standard deviation, 0.55 / sqrt(width).
+    """
+    model = ImageEncoderConfig(
+        width=width,
+        heads=heads,
+        depth=depth,
+        classes=10,
+        patch=2,
+        init_std=0.55 / width**0.5,
+        connection=connection or ConnectionConfig(),
+        placement=placement,
+    )
+    return RunConfig(
+        task=data.DigitsConfig(),
+        model=model,
+        optimisation=params.optimisation.model_copy(update={"batch": batch, "steps": steps}),
         learning_rate=1.0,
         seed=0,
         device=params.device,
