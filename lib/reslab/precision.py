@@ -174,9 +174,19 @@ def absorbed_by_law(x: Tensor | float, u: Tensor | float, form: Format) -> Tenso
 
 
 def absorbed_probability(x: Tensor | float, rms: float, form: Format) -> float:
-    """What the law says of a normally distributed update of this rms: the mean of P(|u| < ulp(x) / 2)."""
-    half = ulp(round_to(x, form), form) / 2
-    return float(torch.erf(half / (rms * math.sqrt(2))).mean())
+    """What the law says of normally distributed updates of this rms: the mean over x of the share that is absorbed.
+
+    An update is rounded before it is added, so that the limit is not quite half the gap: for an even x it is the
+    largest number that rounds to half the gap, for an odd one the smallest.
+    """
+    x = round_to(x, form)
+    even = torch.remainder(x / ulp(x, form), 2) == 0
+    shares = []
+    for direction in (1.0, -1.0):
+        half = neighbour_gap(x, direction, form) / 2
+        up, down = (neighbour_gap(half, towards, form) / 2 for towards in (1.0, -1.0))
+        shares.append(torch.erf(torch.where(even, half + up, half - down) / (rms * math.sqrt(2))).mean())
+    return float(sum(shares) / 2)
 
 
 # --- accumulation ---------------------------------------------------------------------------------
