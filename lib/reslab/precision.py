@@ -96,9 +96,13 @@ def _exact(x: Tensor | float) -> Tensor:
 def ulp(x: Tensor | float, form: Format) -> Tensor:
     """Distance from |x| to the next larger value of the format, in float64; at 0 and below the normal range the
     smallest positive value. ulp(100) is 0.0625 in fp16 and 0.5 in bf16 (Higham 2002, section 2.1)."""
-    x = _exact(x)
-    exponent = torch.where(x == 0, form.lowest_exponent, torch.frexp(x).exponent - 1).clamp_min(form.lowest_exponent)
-    return torch.ldexp(torch.ones_like(x), exponent - (form.bits - 1))
+    return _power_of_two(_exact(x)).clamp_min(2.0**form.lowest_exponent) * 2.0 ** (1 - form.bits)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two up to |x| [...], float64: its exponent bits alone; 0 at 0, infinite where x is not
+    finite."""
+    return (x.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
 
 
 def neighbour_gap(x: Tensor | float, direction: Tensor | float, form: Format) -> Tensor:
@@ -107,8 +111,7 @@ def neighbour_gap(x: Tensor | float, direction: Tensor | float, form: Format) ->
     An ulp, but half of one from a power of two towards 0.
     """
     x, direction = torch.broadcast_tensors(_exact(x), _exact(direction))
-    inwards = (x * direction < 0) & (torch.frexp(x).mantissa.abs() == 0.5)
-    inwards &= x.abs() > 2.0**form.lowest_exponent
+    inwards = (x * direction < 0) & (x.abs() == _power_of_two(x)) & (x.abs() > 2.0**form.lowest_exponent)
     return torch.where(inwards, ulp(x, form) / 2, ulp(x, form))
 
 

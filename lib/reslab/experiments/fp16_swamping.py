@@ -339,9 +339,7 @@ def checks_scaled_back(params: Params, trained: Runs, recipe: pd.DataFrame) -> l
         params,
         recipe_fp16=paired_difference(back["fp16"], wanted),
         recipe_bf16=paired_difference(back["bf16"], wanted),
-        recipe_gain=paired_difference(
-            held_out(trained[forced_name(params, update, "bf16")]), back["bf16"]
-        ),
+        recipe_gain=paired_difference(held_out(trained[forced_name(params, update, "bf16")]), back["bf16"]),
     )
 
 

@@ -51,6 +51,7 @@ POWER_OF_TWO = 16
 
 
 def _section(params: Params) -> Parameters:
+    torch.set_num_threads(params.device.threads)
     return params.claims.fp16_swamping
 
 
