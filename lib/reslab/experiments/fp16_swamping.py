@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -205,6 +206,13 @@ class Parameters(Section):
         most = max(self.factor, exact.POWER_OF_TWO) * self.stream
         if 6 * most > HALF:
             raise ValueError(f"a stream of {most:g} (scaled along) leaves the range of FP16; make it smaller")
+        return self
+
+    @model_validator(mode="after")
+    def _curve_has_the_forced_ratio(self) -> Parameters:
+        forced = self.update / self.stream
+        if not any(math.isclose(ratio, forced) for ratio in self.exact.ratios):
+            raise ValueError(f"exact.ratios must have update / stream, {forced:g}; got {list(self.exact.ratios)}")
         return self
 
 

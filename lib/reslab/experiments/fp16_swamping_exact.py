@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, get_args
 
 import numpy as np
@@ -165,10 +166,10 @@ def accumulation_curve(params: Params) -> pd.DataFrame:
     forced = section.update / section.stream
     rows = []
     for seed in range(section.exact.seeds):
-        for ratio in sorted({*section.exact.ratios, forced}):
+        for ratio in section.exact.ratios:
             x, updates = _stream_and_updates(params, seed, ratio)
             for name in STREAM_FORMATS:
-                for method in METHODS if ratio == forced else METHODS[:1]:
+                for method in METHODS if math.isclose(ratio, forced) else METHODS[:1]:
                     sums = accumulate(x, updates, FORMATS[name], method, torch.Generator().manual_seed(seed))
                     error = float(relative_accumulated_error(sums, updates)[-1])
                     rows.append({"format": name, "method": method, "ratio": ratio, "seed": seed, "error": error})
