@@ -91,9 +91,7 @@ def test_in_float64_they_are_scaled(kind: str) -> None:
 def test_an_offset_changes_nothing_but_the_stream() -> None:
     far = decoder(embedding_offset=100.0).double()
     reads: list[Tensor] = []
-    far.stack.blocks[0].attention.norm_input.register_forward_pre_hook(
-        lambda _, inputs: reads.append(inputs[0].detach())
-    )
+    far.stack.block_inputs()[0].register_forward_pre_hook(lambda _, inputs: reads.append(inputs[0].detach()))
     torch.testing.assert_close(far(tokens()), decoder().double()(tokens()))
     assert float((reads[0] - 100).abs().max()) < 10
 

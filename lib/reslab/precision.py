@@ -110,9 +110,10 @@ def neighbour_gap(x: Tensor | float, direction: Tensor | float, form: Format) ->
 
     An ulp, but half of one from a power of two towards 0.
     """
-    x, direction = torch.broadcast_tensors(_exact(x), _exact(direction))
-    inwards = (x * direction < 0) & (x.abs() == _power_of_two(x)) & (x.abs() > 2.0**form.lowest_exponent)
-    return torch.where(inwards, ulp(x, form) / 2, ulp(x, form))
+    value, towards = torch.broadcast_tensors(_exact(x), _exact(direction))
+    size, step = value.abs(), ulp(value, form)
+    inwards = (value * towards < 0) & (size == _power_of_two(value)) & (size > 2.0**form.lowest_exponent)
+    return torch.where(inwards, step / 2, step)
 
 
 def _limited(x: Tensor, form: Format) -> Tensor:

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from reslab import plotting
 from reslab.comparison import Runs, held_out
@@ -216,5 +217,5 @@ def _draw_ratios(axes: Axes, params: Params, ratios: pd.DataFrame) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, section.update / section.stream / 2), max(high, 2.0))
     axes.set(title="Ordinary model, trained", xlabel="sublayer", ylabel="update / stream")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="center right")
