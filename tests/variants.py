@@ -18,6 +18,8 @@ VARIANTS: dict[str, ConnectionConfig] = {
     "skipinit": ConnectionConfig("skipinit", initial=0.2),
     "layerscale": ConnectionConfig("layerscale", initial=1e-2),
     "highway": ConnectionConfig("highway"),
+    "kahan": ConnectionConfig("kahan", scale=0.5),
+    "stochastic": ConnectionConfig("stochastic", scale=0.5),
     "rescaled": ConnectionConfig("rescaled"),
     "layernorm_scaling": ConnectionConfig("layernorm_scaling"),
     "denseformer": ConnectionConfig("denseformer"),

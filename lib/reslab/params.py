@@ -15,6 +15,7 @@ from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
+from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
@@ -30,6 +31,7 @@ class Claims(Settings):
     no_residual_collapse: NoResidualCollapse
     attention_residual_cost: AttentionResidualCost
     layerscale_depth: LayerscaleDepth
+    fp16_swamping: Fp16Swamping
 
 
 class Params(Settings):

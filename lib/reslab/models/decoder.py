@@ -40,6 +40,10 @@ class DecoderConfig(DecoderShape, TransformerSettings):
 
     kind: Literal["decoder"] = "decoder"
     vocabulary: int = Field(ge=2)
+    embedding_factor: float = Field(default=1.0, gt=0)
+    """The embedding is multiplied with it as it enters the stream (sqrt(d) in Gemma, arXiv 2403.08295)."""
+    embedding_offset: float = 0.0
+    """Added to every channel of the embedding: a layernorm takes it off again, but the stream has to carry it."""
 
     @property
     def relative_cost(self) -> float:
@@ -98,6 +102,8 @@ class Decoder(nn.Module):
             cache.begin(tokens.shape[1])
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device)
         x = self.token_embedding(tokens) + self.position_embedding(positions)
+        if self.config.embedding_factor != 1 or self.config.embedding_offset != 0:
+            x = x * self.config.embedding_factor + self.config.embedding_offset
         hidden = self.stack(x) if cache is None else self.stack(x, cache=cache)
         logits: Tensor = self.head(self.norm(hidden))
         return logits

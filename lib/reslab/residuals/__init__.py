@@ -1,7 +1,8 @@
 """The heart: residual connections as one small vocabulary that every model speaks.
 
 `connection` has the two calls and the registry, `stack` puts sublayers, norms and connections together; the
-kinds are in `additive`, `denseformer`, `depth_attention`, `hyper`, `state_attention` and `value_residual`.
+kinds are in `additive`, `denseformer`, `depth_attention`, `hyper`, `rounding`, `state_attention` and
+`value_residual`.
 """
 
 from reslab.residuals.additive import (
@@ -33,6 +34,7 @@ from reslab.residuals.connection import (
 from reslab.residuals.denseformer import DenseFormer
 from reslab.residuals.depth_attention import AttnRes
 from reslab.residuals.hyper import HyperConnection
+from reslab.residuals.rounding import Kahan, Stochastic
 from reslab.residuals.stack import Block, Placement, Residual, ResidualSettings, Stack, compile_blocks, require_fit
 from reslab.residuals.state_attention import StateAttention
 from reslab.residuals.value_residual import ValueResidual
@@ -49,6 +51,7 @@ __all__ = [
     "Ends",
     "Highway",
     "HyperConnection",
+    "Kahan",
     "LayerNormScaling",
     "LayerScale",
     "NoConnection",
@@ -62,6 +65,7 @@ __all__ = [
     "SkipInit",
     "Stack",
     "StateAttention",
+    "Stochastic",
     "Stream",
     "ValueResidual",
     "WeightedSkip",
