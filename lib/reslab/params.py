@@ -14,6 +14,7 @@ from reslab import paths
 from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
+from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
 from reslab.sweep import Execution
@@ -26,6 +27,7 @@ class Claims(Settings):
     """One section a claim, named like its notebook without the number."""
 
     no_residual_collapse: NoResidualCollapse
+    pre_vs_post_ln: PreVsPostLn
 
 
 class Params(Settings):
