@@ -18,7 +18,7 @@ from reslab.comparison import Runs, profile_of
 from reslab.curves import LABELS, Label, label
 from reslab.experiments.pre_vs_post_ln import GAIN, TITLE, WEIGHT, turns
 from reslab.experiments.pre_vs_post_ln_exact import INITIAL_ARMS, initial_streams, stream_band
-from reslab.experiments.pre_vs_post_ln_grid import METHODS, Grid, best, brackets
+from reslab.experiments.pre_vs_post_ln_grid import METHODS, Grid, best, brackets, jumps
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:
@@ -50,27 +50,33 @@ def draw(params: Params, initial: pd.DataFrame, tried: Grid, trained: Runs) -> F
 def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
     section = params.claims.pre_vs_post_ln
     rows = [(method, depth) for method in METHODS for depth in section.depths]
+    places = [
+        (column + 0.7 * ((seed + 0.5) / len(records) - 0.5), row, record)
+        for row, (method, depth) in enumerate(rows)
+        for column, rate in enumerate(section.learning_rates)
+        for records in [tried[method, depth, rate]]
+        for seed, record in enumerate(records)
+    ]
     for name, (marker, shade) in MARKS.items():
-        points = [
-            (column + 0.6 * ((seed + 0.5) / len(records) - 0.5), row)
-            for row, (method, depth) in enumerate(rows)
-            for column, rate in enumerate(section.learning_rates)
-            for records in [tried[method, depth, rate]]
-            for seed, record in enumerate(records)
-            if label(record) == name
-        ]
-        x, y = zip(*points, strict=True) if points else ((), ())
-        axes.scatter(x, y, s=22, marker=marker, color=[shade], edgecolors="0.3", linewidths=0.5, label=name)
+        x, y = _unzipped([(x, y) for x, y, record in places if label(record) == name])
+        axes.scatter(x, y, s=20, marker=marker, color=[shade], edgecolors="0.3", linewidths=0.5, label=name)
+    x, y = _unzipped([(x, y) for x, y, record in places if jumps(record)])
+    red = plotting.colour("skip 0")
+    axes.scatter(x, y, s=70, marker="o", facecolors="none", edgecolors=[red], linewidths=0.9, label="its loss jumped")
     for border in range(1, len(METHODS)):
         axes.axhline(border * len(section.depths) - 0.5, color="0.3", linewidth=0.8)
     short = {"Post-LN, long warm-up": "long w."}
     names = [f"{short.get(method, method)}  {depth}" for method, depth in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_xticks(range(len(section.learning_rates)), [f"{rate:g}" for rate in section.learning_rates])
-    axes.set_ylim(len(rows) - 0.5, -1.6)
+    axes.set_ylim(len(rows) - 0.5, -0.55 - 0.22 * len(rows))
     axes.set(title="What became of each run (one mark a seed)", xlabel="peak learning rate", ylabel="norm, blocks")
     axes.grid(False)
-    axes.legend(ncols=5, loc="upper center", columnspacing=0.6, handletextpad=0.0, borderpad=0.1, fontsize=7)
+    axes.legend(ncols=3, loc="upper center", columnspacing=1.0, handletextpad=0.2, borderpad=0.1, labelspacing=0.3)
+
+
+def _unzipped(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
 
 
 def _draw_losses(axes: Axes, params: Params, tried: Grid, trained: Runs) -> None:
