@@ -1,6 +1,6 @@
 """What a loss curve shows: whether it fell, jumped, stood still, and how soon.
 
-Losses are one a step, in nats, of that step's batch. They are noisy: `smoothed` is the mean of the last `SMOOTHING`.
+Losses are one a step, in nats, of that step's batch.
 """
 
 import math
@@ -32,33 +32,38 @@ Label = Literal["trained", "spiked", "slow", "stalled", "diverged"]
 `diverged` the loss is not finite (`training.Outcome`);
 `spiked` the run is trained in the end, and has at least one of `spikes`;
 `trained` it ends more than `training.STALL_MARGIN` below the best context-free guess, on validation data;
-`slow` it does not, but is still falling: the mean of the last third of its losses lies more than `STILL_FALLING` below
-that of the middle third;
+`slow` it does not, but is still falling: the mean of the last quarter of its losses lies more than `STILL_FALLING`
+below that of the quarter before;
 `stalled` it does not, and is not.
 """
 
 LABELS: tuple[Label, ...] = ("trained", "spiked", "slow", "stalled", "diverged")
 
-SMOOTHING = 5
-"""Steps that a loss is averaged over, so that one hard batch is no spike."""
+SMOOTHING = 10
+"""Steps that a loss is averaged over, so that a few hard batches are no spike."""
 
 SPIKE = 0.5
-"""Nats. An event, not noise: a loss on 256 bytes of text varies by some 0.15 from batch to batch, its mean over five
-batches by 0.07; the whole way from guessing bytes blindly (5.5) to their frequencies (3.2) is 2.3."""
+"""Nats. An event, not noise: the best context-free guess on 256 bytes of text varies by 0.18 (standard deviation) from
+batch to batch, its mean over ten batches by 0.06; from guessing blindly (5.5) to that guess (3.2) it is 2.3 nats."""
 
 STILL_FALLING = 0.1
-"""Nats between the middle and the last third of a run's losses."""
+"""Nats between the last two quarters of a run's losses: two to three times what batches differ by over 30 steps."""
+
+
+def _means(losses: Sequence[float], window: int) -> np.ndarray:
+    """Means of each `window` losses in a row."""
+    return moving_average(losses, window)[window - 1 :]
 
 
 def spikes(losses: Sequence[float], rise: float = SPIKE, window: int = SMOOTHING) -> list[int]:
-    """The steps (from 0) at which a spike begins.
+    """The steps (from 0) at which a spike begins; none in a curve of fewer than `window` steps.
 
     A spike begins where the mean of the last `window` losses lies more than `rise` above its lowest value so far. It
     lasts until that mean is back within `rise` / 2 of that value; a loss that jumps and stays up is one spike.
     """
     begins: list[int] = []
     lowest, up = math.inf, False
-    for step, value in enumerate(moving_average(losses, window)):
+    for step, value in enumerate(_means(losses, window), start=window - 1):
         lowest = min(lowest, float(value))
         if not up and value > lowest + rise:
             begins.append(step)
@@ -69,10 +74,11 @@ def spikes(losses: Sequence[float], rise: float = SPIKE, window: int = SMOOTHING
 
 
 def largest_rise(losses: Sequence[float], window: int = SMOOTHING) -> float:
-    """How far the mean of the last `window` losses ever lies above its lowest value so far; not a number for none."""
-    if not len(losses):
+    """How far the mean of the last `window` losses ever lies above its lowest value so far; not a number for
+    fewer than `window` losses."""
+    means = _means(losses, window)
+    if not len(means):
         return math.nan
-    means = moving_average(losses, window)
     return float((means - np.minimum.accumulate(means)).max())
 
 
@@ -93,10 +99,11 @@ def label(record: RunRecord) -> Label:
         return "diverged"
     if record.outcome == "trained":
         return "spiked" if spikes(record.train_loss) else "trained"
-    third = len(record.train_loss) // 3
-    if third and np.mean(record.train_loss[-2 * third : -third]) - np.mean(record.train_loss[-third:]) > STILL_FALLING:
-        return "slow"
-    return "stalled"
+    quarter = len(record.train_loss) // 4
+    if not quarter:
+        return "stalled"
+    before, last = record.train_loss[-2 * quarter : -quarter], record.train_loss[-quarter:]
+    return "slow" if np.mean(before) - np.mean(last) > STILL_FALLING else "stalled"
 
 
 # --- the threshold learning rate ------------------------------------------------------------------

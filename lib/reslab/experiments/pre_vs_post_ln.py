@@ -236,7 +236,7 @@ class Exact(Settings):
 
 
 FEWEST_STEPS = 12
-"""Their first quarter and their thirds are to have a few steps."""
+"""A quarter of them is to have a few steps."""
 
 
 class Parameters(Section):

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 _SHADES = mpl.colormaps["cividis"](np.linspace(1, 0, 5))
-MARKS: dict[Label, tuple[str, tuple[float, ...]]] = {
-    name: (marker, tuple(shade)) for name, marker, shade in zip(LABELS, "o^>sX", _SHADES, strict=True)
+MARKS: dict[Label, tuple[str, str]] = {
+    name: (marker, mpl.colors.to_hex(shade)) for name, marker, shade in zip(LABELS, "o^>sX", _SHADES, strict=True)
 }
 """Marker and shade of each outcome."""
 
@@ -59,10 +59,10 @@ def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
     ]
     for name, (marker, shade) in MARKS.items():
         x, y = _unzipped([(x, y) for x, y, record in places if label(record) == name])
-        axes.scatter(x, y, s=20, marker=marker, color=[shade], edgecolors="0.3", linewidths=0.5, label=name)
+        axes.scatter(x, y, s=20, marker=marker, color=shade, edgecolors="0.3", linewidths=0.5, label=name)
     x, y = _unzipped([(x, y) for x, y, record in places if jumps(record)])
-    red = plotting.colour("skip 0")
-    axes.scatter(x, y, s=70, marker="o", facecolors="none", edgecolors=[red], linewidths=0.9, label="its loss jumped")
+    red = mpl.colors.to_hex(plotting.colour("skip 0"))
+    axes.scatter(x, y, s=70, marker="o", facecolors="none", edgecolors=red, linewidths=0.9, label="its loss jumped")
     for border in range(1, len(METHODS)):
         axes.axhline(border * len(section.depths) - 0.5, color="0.3", linewidth=0.8)
     short = {"Post-LN, long warm-up": "long w."}
@@ -108,28 +108,29 @@ def _draw_thresholds(axes: Axes, params: Params, tried: Grid) -> None:
     lowest, highest = section.learning_rates[0], section.learning_rates[-1]
     for at, method in enumerate(METHODS):
         colour = plotting.colour(method)
+        places = [depth * 1.05 ** (3 * (at - 1)) for depth in section.depths]
         means = []
-        for depth in section.depths:
+        for depth, place in zip(section.depths, places, strict=True):
             found = brackets(params, tried, method, depth)
             for seed, bracket in enumerate(found):
-                x = depth * 1.05 ** (3 * (at - 1) + seed - (len(found) - 1) / 2)
+                x = place * 1.05 ** (seed - (len(found) - 1) / 2)
                 if math.isfinite(bracket.threshold):
                     axes.plot(x, bracket.threshold, "o", color=colour, markersize=4)
                 elif bracket.bears is not None:
                     axes.plot(x, highest * 1.5, "^", color=colour, markersize=5, markerfacecolor="none")
                 elif bracket.fails is not None:
                     axes.plot(x, lowest / 1.5, "v", color=colour, markersize=5, markerfacecolor="none")
-            means.append(_draw_interval(axes, depth * 1.05 ** (3 * (at - 1)), [b.threshold for b in found], colour))
-        axes.plot(section.depths, means, color=colour, linewidth=1, label=method)
+            means.append(_draw_interval(axes, place, [b.threshold for b in found], colour))
+        axes.plot(places, means, color=colour, linewidth=1, label=method)
     axes.axhspan(highest, highest * 3, color="0.9", zorder=0)
-    axes.axhspan(lowest / 3, lowest, color="0.9", zorder=0)
-    axes.plot([], [], "^", color="0.3", markerfacecolor="none", linestyle="none", label="above / below (▽) all tried")
+    axes.axhspan(lowest / 10, lowest, color="0.9", zorder=0)
+    axes.plot([], [], "^", color="0.3", markerfacecolor="none", linestyle="none", label="above all tried (▽ below)")
     axes.set(xscale="log", yscale="log", xlabel="depth (blocks)", ylabel="threshold learning rate")
-    axes.set_ylim(lowest / 3, highest * 3)
+    axes.set_ylim(lowest / 10, highest * 3)
     axes.set_xticks(section.depths, [str(depth) for depth in section.depths])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title("Rate above which training fails")
-    axes.legend()
+    axes.legend(loc="lower left", ncols=2, columnspacing=0.8, handlelength=1.2)
 
 
 def _draw_interval(axes: Axes, x: float, values: Sequence[float], colour: tuple[float, ...]) -> float:
@@ -146,8 +147,8 @@ def _draw_interval(axes: Axes, x: float, values: Sequence[float], colour: tuple[
 def _draw_streams(axes: Axes, params: Params, tried: Grid) -> None:
     section = params.claims.pre_vs_post_ln
     deep, exact = section.depths[-1], section.exact
-    blocks = np.arange(deep + 1)
-    axes.fill_between(blocks, *stream_band(blocks), color="0.85", label="proved for Pre-LN, untrained", zorder=0)
+    low, high = zip(*map(stream_band, range(deep + 1)), strict=True)
+    axes.fill_between(range(deep + 1), low, high, color="0.85", label="proved for Pre-LN, untrained", zorder=0)
     for method in ("Pre-LN", "Post-LN"):
         untrained = initial_streams(deep, exact.seeds, exact.tokens, exact.width, method)
         plotting.seed_lines(axes, method, untrained, style="--", label=False)
@@ -157,7 +158,9 @@ def _draw_streams(axes: Axes, params: Params, tried: Grid) -> None:
     axes.plot([], [], color="black", linestyle="--", label="untrained, unit-scale weights")
     axes.set(title=f"The stream's growth ({deep} blocks)", xlabel="after block (0: embedding)", yscale="log")
     axes.set_ylabel("mean square of the stream")
-    axes.legend()
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom * (bottom / top) ** 0.7, top)  # room for the legend
+    axes.legend(loc="lower right")
 
 
 def _draw_gradients(axes: Axes, initial: pd.DataFrame) -> None:
@@ -183,7 +186,9 @@ def _draw_turns(axes: Axes, params: Params, tried: Grid, trained: Runs) -> None:
     shown = {"Pre-LN": trained["Pre-LN"], GAIN: trained[GAIN], WEIGHT: trained[WEIGHT]}
     shown["Post-LN"] = best(params, tried, "Post-LN", deep)
     for name, records in shown.items():
-        plotting.seed_lines(axes, name, [[math.nan, *turns(r)] for r in records if r.outcome != "diverged"])
+        axes.plot([], [], color=plotting.colour(name), label=name)  # also where all runs diverged
+        series = [[math.nan, *turns(record)] for record in records if record.outcome != "diverged"]
+        plotting.seed_lines(axes, name, series, label=False)
     axes.set(title=f"Trained: effective updates ({deep} blocks)", xlabel="block", ylabel="turn of the stream (degrees)")
     axes.set_ylim(bottom=0)
     axes.legend()
