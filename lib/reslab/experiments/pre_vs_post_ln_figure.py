@@ -61,8 +61,9 @@ def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
         x, y = _unzipped([(x, y) for x, y, record in places if label(record) == name])
         axes.scatter(x, y, s=20, marker=marker, color=shade, edgecolors="0.3", linewidths=0.5, label=name)
     x, y = _unzipped([(x, y) for x, y, record in places if jumps(record)])
-    red = mpl.colors.to_hex(plotting.colour("skip 0"))
-    axes.scatter(x, y, s=70, marker="o", facecolors="none", edgecolors=red, linewidths=0.9, label="its loss jumped")
+    axes.scatter(
+        x, y, s=70, marker="o", facecolors="none", edgecolors="#d55e00", linewidths=0.9, label="its loss jumped"
+    )
     for border in range(1, len(METHODS)):
         axes.axhline(border * len(section.depths) - 0.5, color="0.3", linewidth=0.8)
     short = {"Post-LN, long warm-up": "long w."}
