@@ -106,6 +106,30 @@ def test_rmsnorm_replaces_every_norm() -> None:
     assert not torch.allclose(model(tokens()), decoder()(tokens()), atol=1e-3)
 
 
+@pytest.mark.parametrize("norm", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("materialised", [False, True])
+def test_gain_of_the_stacks_norms_at_the_start(norm: str, materialised: bool) -> None:
+    if materialised:
+        with torch.device("meta"):
+            model = Decoder(config(norm=norm, norm_gain=2.0))
+        model.to_empty(device="cpu").reset_parameters()
+    else:
+        model = decoder(norm=norm, norm_gain=2.0)
+    gains = [p.detach() for n, p in model.stack.named_parameters() if n.endswith("norm_input.weight")]
+    assert len(gains) == 2 * 3
+    assert all(torch.equal(gain, torch.full_like(gain, 2)) for gain in gains)
+    assert torch.equal(model.norm.get_parameter("weight").detach(), torch.ones(16))
+
+
+def test_gain_of_two_doubles_what_a_sublayer_gets() -> None:
+    doubled = decoder(norm_gain=2.0).stack.sublayers()[0]
+    plain = decoder().stack.sublayers()[0]
+    x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(doubled.norm_input(x), 2 * plain.norm_input(x))
+    with pytest.raises(ValidationError, match="norm_gain"):
+        config(norm_gain=0.0)
+
+
 @pytest.mark.parametrize(
     ("changed", "norms"),
     [({}, 2), ({"placement": "post"}, 2), ({"placement": "none"}, 0)],

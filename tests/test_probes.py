@@ -142,6 +142,7 @@ def test_profile_is_made_of_the_measures() -> None:
     with probes.streams(probes.stream_places(model)) as seen:
         model(inputs)
     places = [x.detach() for x in seen]
+    assert profile["mean_square"] == pytest.approx([float(x.square().sum()) / x.numel() for x in places], rel=1e-5)
     assert profile["token_cosine"] == pytest.approx([probes.token_cosine(x) for x in places], rel=1e-5)
     assert profile["effective_rank"] == pytest.approx([probes.effective_rank(x) for x in places], rel=1e-5)
     for measure in (probes.neighbour_cosine, probes.mean_shift):

@@ -17,6 +17,7 @@ from reslab.experiments.attention_residual_cost import Parameters as AttentionRe
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
+from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
 from reslab.sweep import Execution
@@ -32,6 +33,7 @@ class Claims(Settings):
     attention_residual_cost: AttentionResidualCost
     layerscale_depth: LayerscaleDepth
     fp16_swamping: Fp16Swamping
+    pre_vs_post_ln: PreVsPostLn
 
 
 class Params(Settings):

@@ -131,6 +131,7 @@ def stream_profile(
 
     `model` is one of this package; `inputs` are what it is called with, a tuple where it takes several.
     `gradient_norm` is the Frobenius norm of the mean loss's gradient by the stream at that place;
+    `mean_square` is the mean of the stream's squared entries, E|x|^2 / d;
     `neighbour_cosine` and `mean_shift` compare with the place before and have L values.
     Measures over tokens treat the last axis as width and need a stream [B, T, d].
     A value is not a number or infinite where the stream is. Leaves the model's gradients and modes as they were.
@@ -142,6 +143,7 @@ def stream_profile(
     pairs = list(itertools.pairwise(places))
     profile = {"gradient_norm": [float(g.double().norm()) for g in gradients]}
     if places[0].ndim == 3:
+        profile["mean_square"] = [float(x.double().square().mean()) for x in places]
         profile["token_cosine"] = [token_cosine(x) for x in places]
         profile["effective_rank"] = [effective_rank(x) for x in places]
         profile["neighbour_cosine"] = [neighbour_cosine(x, y) for x, y in pairs]

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from reslab import collapse, data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, profile_of, train_arms
+from reslab.curves import context_free_losses
 from reslab.experiments.runs import decoder_run
 from reslab.models.decoder import DecoderConfig
 from reslab.models.resnet import ResNetConfig
@@ -378,18 +379,6 @@ def runs(params: Params, chosen: pd.DataFrame) -> Runs:
 # --- checks on trained arms -----------------------------------------------------------------------
 
 
-def guess_losses(record: RunRecord) -> list[float]:
-    """Loss of the best context-free guess on the very batches a text run was trained on, step by step.
-
-    The noise-matched control: whatever this series shows comes from the batches, not from the model.
-    """
-    task = data.load(record.config.task)
-    assert isinstance(task, data.Text)
-    logs, config = task.corpus.unigram(), record.config
-    steps = range(len(record.train_loss))
-    return [float(-logs[task.batch(config.seed, s, config.optimisation.batch)[1].numpy()].mean()) for s in steps]
-
-
 def plateau(series: Sequence[float]) -> Sequence[float]:
     """The plateau: the second half of the steps."""
     return series[len(series) // 2 :]
@@ -469,7 +458,7 @@ def checks_oscillation(params: Params, trained: Runs) -> list[Check]:
 
 
 def _guess_plateau(record: RunRecord) -> Sequence[float]:
-    return plateau(guess_losses(record))
+    return plateau(context_free_losses(record))
 
 
 def _plateau_spread(record: RunRecord) -> float:

@@ -11,10 +11,10 @@ from matplotlib.figure import Figure
 
 from reslab import plotting
 from reslab.comparison import Runs, held_out, profile_of
+from reslab.curves import context_free_losses
 from reslab.experiments.no_residual_collapse import (
     INITIAL_ARMS,
     TITLE,
-    guess_losses,
     plateau,
     skip_name,
 )
@@ -77,7 +77,7 @@ def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
 
 def _draw_plateau(axes: Axes, trained: Runs) -> None:
     record = trained[skip_name(0)][0]
-    losses, guess = plateau(record.train_loss), plateau(guess_losses(record))
+    losses, guess = plateau(record.train_loss), plateau(context_free_losses(record))
     steps = range(len(record.train_loss) - len(losses), len(record.train_loss))
     axes.plot(
         steps,

@@ -64,7 +64,7 @@ class Decoder(nn.Module):
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
         self.position_embedding = nn.Embedding(config.context, config.width)
         self.stack = Stack(
-            [self._branches(config) for _ in range(config.depth)], config.width, config, config.make_norm
+            [self._branches(config) for _ in range(config.depth)], config.width, config, config.make_stack_norm
         )
         self.norm = config.make_norm() if config.final_norm else nn.Identity()
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)

@@ -7,7 +7,7 @@ import math
 from typing import Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -107,6 +107,12 @@ class DiffusionConfig(PatchSettings, TransformerSettings):
 
     With placement sandwich and peri the norm on the update undoes the size of a small gate: branches open at once.
     """
+
+    @model_validator(mode="after")
+    def _gains_come_from_the_condition(self) -> "DiffusionConfig":
+        if self.norm_gain != 1:
+            raise ValueError(f"norm_gain {self.norm_gain:g}: this model's norms have no gain; leave it at 1")
+        return self
 
     @property
     def relative_cost(self) -> float:

@@ -116,7 +116,7 @@ class ImageEncoder(nn.Module):
         self.patch_embedding = nn.Linear(config.patch_values, config.width)
         self.position_embedding = nn.Embedding(config.patches, config.width)
         branches = [attention_and_mlp(config, causal=False) for _ in range(config.depth)]
-        self.stack = Stack(branches, config.width, config, config.make_norm)
+        self.stack = Stack(branches, config.width, config, config.make_stack_norm)
         self.norm = config.make_norm() if config.final_norm else nn.Identity()
         self.head = nn.Linear(config.width, config.classes or config.patch_values)
         if config.head == "reconstruction":

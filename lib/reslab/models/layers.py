@@ -28,12 +28,23 @@ class Mlp(nn.Module):
         return {"up": [self.up.weight], "down": [self.down.weight]}
 
 
+def _set_gain(weight: Tensor | None, gain: float) -> None:
+    if weight is not None:
+        nn.init.constant_(weight, gain)
+
+
 def _like(weight: Tensor | None, x: Tensor) -> Tensor | None:
     return None if weight is None else weight.to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):
     """`nn.LayerNorm` that works in the dtype of its input, whatever that of its weights: [..., d] -> [..., d]."""
+
+    initial_gain = 1.0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _set_gain(self.weight, self.initial_gain)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, self.normalized_shape, _like(self.weight, x), _like(self.bias, x), self.eps)
@@ -42,11 +53,19 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """`nn.RMSNorm` that works in the dtype of its input, whatever that of its weights: [..., d] -> [..., d]."""
 
+    initial_gain = 1.0
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        _set_gain(self.weight, self.initial_gain)
+
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, tuple(self.normalized_shape), _like(self.weight, x), self.eps)
 
 
-def make_norm(kind: NormKind, width: int, eps: float, affine: bool = True) -> nn.Module:
-    """A norm over the last axis; with a learnt gain (and bias, for layernorm) where `affine`."""
-    norm = LayerNorm if kind == "layernorm" else RMSNorm
-    return norm(width, eps=eps, elementwise_affine=affine)
+def make_norm(kind: NormKind, width: int, eps: float, affine: bool = True, gain: float = 1.0) -> nn.Module:
+    """A norm over the last axis; with a learnt gain that starts at `gain` (and bias, for layernorm) where `affine`."""
+    norm = (LayerNorm if kind == "layernorm" else RMSNorm)(width, eps=eps, elementwise_affine=affine)
+    norm.initial_gain = gain
+    norm.reset_parameters()
+    return norm

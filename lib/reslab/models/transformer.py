@@ -24,6 +24,8 @@ class TransformerShape(Settings):
     norm: NormKind = "layernorm"
     norm_eps: float = Field(default=1e-5, ge=0)
     """Added to the variance (the mean square) in every norm."""
+    norm_gain: float = Field(default=1.0, gt=0)
+    """Gain of the stack's norms at the start; that of the norm before the head starts at 1."""
     init_std: float = Field(gt=0)
     """Standard deviation of all matrices at the start; GPT-2 has 0.02 at width 768, 0.55/sqrt(width)."""
     weight_init: WeightInit = "depth_scaled"
@@ -40,6 +42,10 @@ class TransformerShape(Settings):
     def make_norm(self) -> nn.Module:
         """A norm over the stream's width."""
         return make_norm(self.norm, self.width, self.norm_eps)
+
+    def make_stack_norm(self) -> nn.Module:
+        """One of the stack's norms, whose gain starts at `norm_gain`."""
+        return make_norm(self.norm, self.width, self.norm_eps, gain=self.norm_gain)
 
 
 class TransformerSettings(TransformerShape, ResidualSettings):

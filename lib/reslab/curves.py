@@ -1,0 +1,158 @@
+"""What a loss curve shows: whether it fell, jumped, stood still, and how soon.
+
+Losses are one a step, in nats, of that step's batch.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from reslab import data
+from reslab.plotting import moving_average
+from reslab.training import RunRecord
+
+__all__ = [
+    "LABELS",
+    "Bracket",
+    "Label",
+    "bracket",
+    "context_free_losses",
+    "early_loss",
+    "first_below",
+    "label",
+    "largest_rise",
+    "spikes",
+]
+
+Label = Literal["trained", "spiked", "slow", "stalled", "diverged"]
+"""What became of a run; the first of these that holds:
+
+`diverged` the loss is not finite (`training.Outcome`);
+`spiked` the run is trained in the end, and has at least one of `spikes`;
+`trained` it ends more than `training.STALL_MARGIN` below the best context-free guess, on validation data;
+`slow` it does not, but is still falling: the mean of the last quarter of its losses lies more than `STILL_FALLING`
+below that of the quarter before;
+`stalled` it does not, and is not.
+"""
+
+LABELS: tuple[Label, ...] = ("trained", "spiked", "slow", "stalled", "diverged")
+
+SMOOTHING = 10
+"""Steps that a loss is averaged over, so that a few hard batches are no spike."""
+
+SPIKE = 0.5
+"""Nats. An event, not noise: the best context-free guess on 256 bytes of text varies by 0.18 (standard deviation) from
+batch to batch, its mean over ten batches by 0.06; from guessing blindly (5.5) to that guess (3.2) it is 2.3 nats."""
+
+STILL_FALLING = 0.1
+"""Nats between the last two quarters of a run's losses: two to three times what batches differ by over 30 steps."""
+
+
+def _means(losses: Sequence[float], window: int) -> np.ndarray:
+    """Means of each `window` losses in a row."""
+    return moving_average(losses, window)[window - 1 :]
+
+
+def spikes(losses: Sequence[float], rise: float = SPIKE, window: int = SMOOTHING) -> list[int]:
+    """The steps (from 0) at which a spike begins; none in a curve of fewer than `window` steps.
+
+    A spike begins where the mean of the last `window` losses lies more than `rise` above its lowest value so far. It
+    lasts until that mean is back within `rise` / 2 of that value; a loss that jumps and stays up is one spike.
+    """
+    begins: list[int] = []
+    lowest, up = math.inf, False
+    for step, value in enumerate(_means(losses, window), start=window - 1):
+        lowest = min(lowest, float(value))
+        if not up and value > lowest + rise:
+            begins.append(step)
+            up = True
+        elif up and value <= lowest + rise / 2:
+            up = False
+    return begins
+
+
+def largest_rise(losses: Sequence[float], window: int = SMOOTHING) -> float:
+    """How far the mean of the last `window` losses ever lies above its lowest value so far; not a number for
+    fewer than `window` losses."""
+    means = _means(losses, window)
+    if not len(means):
+        return math.nan
+    return float((means - np.minimum.accumulate(means)).max())
+
+
+def first_below(losses: Sequence[float], level: float, window: int = 20) -> float:
+    """The first step (from 0) at which the mean of the last `window` losses is below `level`; not a number if none."""
+    below = np.flatnonzero(moving_average(losses, window) < level)
+    return float(below[0]) if len(below) else math.nan
+
+
+def early_loss(losses: Sequence[float], steps: int) -> float:
+    """Mean loss of the first `steps`; not a number where the run has fewer."""
+    return float(np.mean(losses[:steps])) if 0 < steps <= len(losses) else math.nan
+
+
+def label(record: RunRecord) -> Label:
+    """See `Label`."""
+    if record.outcome == "diverged":
+        return "diverged"
+    if record.outcome == "trained":
+        return "spiked" if spikes(record.train_loss) else "trained"
+    quarter = len(record.train_loss) // 4
+    if not quarter:
+        return "stalled"
+    before, last = record.train_loss[-2 * quarter : -quarter], record.train_loss[-quarter:]
+    return "slow" if np.mean(before) - np.mean(last) > STILL_FALLING else "stalled"
+
+
+# --- the threshold learning rate ------------------------------------------------------------------
+
+
+class Bracket(NamedTuple):
+    """Between which of the rates tried the threshold lies, above which training fails."""
+
+    bears: float | None
+    """The highest rate below the threshold; None where no rate trained."""
+    fails: float | None
+    """The lowest rate above it; None where none of the higher rates failed."""
+
+    @property
+    def threshold(self) -> float:
+        """The geometric mean of the two; not a number where the threshold is censored."""
+        return math.nan if self.bears is None or self.fails is None else math.sqrt(self.bears * self.fails)
+
+    def __str__(self) -> str:
+        if self.bears is None:
+            return "none trains" if self.fails is None else f"below {self.fails:g}"
+        return f"above {self.bears:g}" if self.fails is None else f"{self.bears:g} to {self.fails:g}"
+
+
+def bracket(labels: Mapping[float, Label]) -> Bracket:
+    """The threshold learning rate of runs that are alike but for their rate, by rate.
+
+    Going up from the lowest rate that trained without a spike, it lies below the first that did not; what still higher
+    rates do does not count, and lower ones (too slow to get there) neither. Where no rate trained it lies below the
+    lowest that was not merely slow.
+    """
+    rates = sorted(labels)
+    trained = [rate for rate in rates if labels[rate] == "trained"]
+    if not trained:
+        return Bracket(None, next((rate for rate in rates if labels[rate] != "slow"), None))
+    fails = next((rate for rate in rates if rate > trained[0] and labels[rate] != "trained"), None)
+    return Bracket(max(rate for rate in trained if fails is None or rate < fails), fails)
+
+
+# --- the control ----------------------------------------------------------------------------------
+
+
+def context_free_losses(record: RunRecord) -> list[float]:
+    """Loss of the best context-free guess on the very batches a text run was trained on, step by step.
+
+    The noise-matched control: whatever this series shows comes from the batches, not from the model.
+    """
+    task = data.load(record.config.task)
+    assert isinstance(task, data.Text)
+    logs, config = task.corpus.unigram(), record.config
+    steps = range(len(record.train_loss))
+    return [float(-logs[task.batch(config.seed, s, config.optimisation.batch)[1].numpy()].mean()) for s in steps]
