@@ -1,7 +1,7 @@
 """What a model with attention over depth reads: its mean depth weights, and what they say of its sublayers.
 
-Letters: S sublayers; read l (from 0) is that of sublayer l, read S the output's; source 0 is the embedding, source n the
-n-th block's output (in Full the n-th sublayer's); a[l, n] the weight that read l gives source n, mean over tokens.
+Letters: S sublayers; read l (from 0) is that of sublayer l, read S the output's; source 0 is the embedding, source n
+the n-th block's output (in Full the n-th sublayer's); a[l, n] the weight that read l gives source n, mean over tokens.
 """
 
 from collections.abc import Iterator

@@ -72,7 +72,7 @@ def training_flops(config: DecoderConfig, steps: int, batch: int) -> float:
 def modelled_cost(config: DecoderConfig, balance: float) -> float:
     """Operations a token of a forward pass, and those a machine could do in the time the stream takes to move.
 
-    `balance` is the machine's: floating-point operations in the time of one byte. Nothing is thought to overlap, so this
-    is an upper bound of what the stream costs.
+    `balance` is the machine's: floating-point operations in the time of one byte. Nothing is thought to overlap, so
+    this is an upper bound of what the stream costs.
     """
     return forward_flops(config) + balance * BYTES * stream_traffic(config)

@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 from reslab import paths
 from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
+from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
@@ -26,6 +27,7 @@ class Claims(Settings):
     """One section a claim, named like its notebook without the number."""
 
     no_residual_collapse: NoResidualCollapse
+    attention_residual_gains: AttentionResidualGains
 
 
 class Params(Settings):
