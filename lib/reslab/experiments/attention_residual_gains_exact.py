@@ -21,14 +21,14 @@ from reslab.training import build
 if TYPE_CHECKING:
     from reslab.params import Params
 
-__all__ = ["checks_initial", "parameters_of", "start_difference"]
+__all__ = ["checks_initial", "decoder_of", "parameters_of", "start_difference"]
 
 
 GPT2: dict[str, object] = {"embedding": "gpt2", "init_std": 0.02}
 """GPT-2's start: a standard deviation of 0.02 for the embedding and all matrices, whatever the width."""
 
 
-def _decoder(params: Params, connection: ConnectionConfig, **shape: object) -> DecoderConfig:
+def decoder_of(params: Params, connection: ConnectionConfig, **shape: object) -> DecoderConfig:
     """Of the size of the exact checks, without eps in its norms unless `shape` says otherwise."""
     exact = section_of(params).exact
     defaults = {
@@ -62,7 +62,7 @@ def start_difference(ours: DecoderConfig, theirs: DecoderConfig, seeds: int) -> 
 
 
 def _start(params: Params, ours: ConnectionConfig, theirs: ConnectionConfig, **shape: object) -> Estimate:
-    own, other = (_decoder(params, connection, **shape) for connection in (ours, theirs))
+    own, other = (decoder_of(params, connection, **shape) for connection in (ours, theirs))
     return deterministic(start_difference(own, other, section_of(params).exact.seeds))
 
 
@@ -80,14 +80,14 @@ def parameters_of(config: DecoderConfig) -> int:
 
 def _wrong_source_counts(params: Params) -> int:
     """How many reads of four sublayers in blocks of two, and of the output, see another number than published."""
-    config = _decoder(params, full(block=2), depth=2)
+    config = decoder_of(params, full(block=2), depth=2)
     counts = np.isfinite(depth_weights(build(config, 0), _tokens(0, config.context))).sum(1)
     return sum(int(found) != expected for found, expected in zip(counts, (1, 2, 2, 3, 3), strict=True))
 
 
 def _largest_inequality(params: Params) -> float:
     """Largest |a n - 1| of the untrained Full in float64."""
-    config = _decoder(params, full())
+    config = decoder_of(params, full())
     weights = depth_weights(build(config, 0).double(), _tokens(0, config.context))
     return max(abs(times_uniform(weights, source)[read] - 1) for source in (0, -1) for read in range(len(weights)))
 
