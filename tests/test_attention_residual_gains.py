@@ -14,6 +14,7 @@ from torch import nn
 from reslab import data, params, paths
 from reslab.comparison import Runs
 from reslab.experiments import attention_residual_gains as claim
+from reslab.experiments import attention_residual_gains_arms as arms
 from reslab.experiments import attention_residual_gains_exact as exact
 from reslab.experiments import attention_residual_gains_figure as figure
 from reslab.experiments import attention_residual_gains_inside as inside
@@ -39,8 +40,8 @@ def settings() -> Params:
 @pytest.fixture(scope="module")
 def chosen(settings: Params) -> pd.DataFrame:
     """Rates as a sweep would give them, without the sweep."""
-    hops, image = claim.other_arms(settings)
-    names = [arm.name for arm in [*claim.text_arms(settings), *hops, *image]]
+    hops, image = arms.other_arms(settings)
+    names = [arm.name for arm in [*arms.text_arms(settings), *hops, *image]]
     return pd.DataFrame({"arm": names, "setting": "", "rate": 3e-3, "chosen": True})
 
 
@@ -95,7 +96,7 @@ def test_the_eps_trap_is_as_large_as_published() -> None:
     differences = {}
     for eps in (1e-6, 1e-12):
         shape = {"norm_eps": eps, **exact.GPT2}
-        own, other = (exact.decoder_of(cpu, kind, **shape) for kind in (claim.full(), ConnectionConfig()))
+        own, other = (exact.decoder_of(cpu, kind, **shape) for kind in (arms.full(), ConnectionConfig()))
         differences[eps] = exact.start_difference(own, other, seeds=1)
     assert differences[1e-6] == pytest.approx(0.3, abs=0.1)
     assert differences[1e-12] < 1e-5
@@ -104,22 +105,22 @@ def test_the_eps_trap_is_as_large_as_published() -> None:
 def test_arms_are_paired_and_share_their_runs(settings: Params, looked: tuple[Runs, Seen]) -> None:
     trained = looked[0]
     assert all([record.config.seed for record in records] == [0, 1] for records in trained.values())
-    middle = claim.at_depth("Full", settings.claims.attention_residual_gains.middle)
+    middle = arms.at_depth("Full", settings.claims.attention_residual_gains.middle)
     assert trained["Full, fast queries"] == trained[middle]
-    arms = {arm.name: arm for arm in claim.text_arms(settings)}
-    assert list(arms[middle].candidates) == [
+    made = {arm.name: arm for arm in arms.text_arms(settings)}
+    assert list(made[middle].candidates) == [
         "",
         "query rate 0.1",
         "embedding 0.02",
         "embedding 0.02, query rate 0.1",
     ]
-    assert list(arms["Peri-LN"].candidates) == [""]
+    assert list(made["Peri-LN"].candidates) == [""]
 
 
-def test_equal_compute_is_equal(settings: Params) -> None:
+def test_equal_compute_is_equal() -> None:
     cpu = params.preset("cpu")
-    arms = {arm.name: arm.config for arm in claim.text_arms(cpu)}
-    ours, theirs = arms["Full, equal compute"], arms[claim.at_depth("Pre-LN", 24)]
+    made = {arm.name: arm.config for arm in arms.text_arms(cpu)}
+    ours, theirs = made["Full, equal compute"], made[arms.at_depth("Pre-LN", 24)]
     assert isinstance(ours.model, DecoderConfig)
     assert isinstance(theirs.model, DecoderConfig)
     spent = forward_flops(ours.model) * ours.optimisation.steps
@@ -162,7 +163,7 @@ def test_diverged_run_is_an_outcome(settings: Params, trained: Runs, arm: str, l
 
 
 def test_diverged_article_is_counted(settings: Params, trained: Runs) -> None:
-    name = claim.at_depth("article's form", settings.claims.attention_residual_gains.peers.article)
+    name = arms.at_depth("article's form", settings.claims.attention_residual_gains.peers.article)
     outcomes = {0: "trained", 1: "stalled", 2: "diverged"}
     for bad, outcome in outcomes.items():
         first = trained[name][0].model_copy(update={"outcome": outcome})
@@ -173,7 +174,7 @@ def test_diverged_article_is_counted(settings: Params, trained: Runs) -> None:
 
 
 def test_what_a_diverged_model_is_like_inside_is_not_measured(settings: Params, trained: Runs) -> None:
-    name = claim.at_depth("Full", 3)
+    name = arms.at_depth("Full", 3)
     trained[name][1] = diverged(trained[name][1])
     seen = claim.inside(settings, trained)
     assert seen["Full"][1] is None
@@ -239,10 +240,10 @@ def test_too_few_steps_are_refused() -> None:
 @pytest.mark.parametrize("scale", ["cpu", "gpu"])
 def test_arms_of_every_scale_can_be_built(scale: str) -> None:
     preset = params.preset(scale)
-    hops, image = claim.other_arms(preset)
-    names = [arm.name for arm in [*claim.text_arms(preset), *hops, *image]]
+    hops, image = arms.other_arms(preset)
+    names = [arm.name for arm in [*arms.text_arms(preset), *hops, *image]]
     assert len(set(names)) == len(names)
-    assert set(claim.looked_into(preset)) <= set(names)
+    assert set(arms.looked_into(preset)) <= set(names)
 
 
 # --- what a model is like inside -------------------------------------------------------------------
@@ -291,7 +292,7 @@ def test_gradients_are_those_of_each_blocks_weights() -> None:
 
 def test_untrained_full_and_standard_are_read_off_alike(settings: Params) -> None:
     """Their reads differ by a factor alone, and features are normed: the control of what is read off."""
-    runs = [arm.config for arm in claim.text_arms(settings)[:2]]
+    runs = [arm.config for arm in arms.text_arms(settings)[:2]]
     task = data.load(runs[0].task)
     assert isinstance(task, data.Text)
     standard, full = (inside.look(build(run.model, 0), task) for run in runs)

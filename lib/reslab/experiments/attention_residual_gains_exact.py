@@ -11,7 +11,8 @@ from torch import Tensor
 from reslab import data
 from reslab.claims import Check
 from reslab.depth_weights import depth_weights, times_uniform
-from reslab.experiments.attention_residual_gains import full, judged, section_of
+from reslab.experiments.attention_residual_gains import judged
+from reslab.experiments.attention_residual_gains_arms import full, section_of
 from reslab.experiments.runs import decoder_run
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.residuals import ConnectionConfig

@@ -13,16 +13,8 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from reslab import plotting
 from reslab.comparison import Runs, held_out
-from reslab.experiments.attention_residual_gains import (
-    TITLE,
-    at_depth,
-    compute,
-    gain_by_depth,
-    gains,
-    interplay,
-    main_methods,
-    section_of,
-)
+from reslab.experiments.attention_residual_gains import TITLE, compute, gain_by_depth, gains, interplay
+from reslab.experiments.attention_residual_gains_arms import at_depth, main_methods, section_of
 from reslab.experiments.attention_residual_gains_inside import Inside
 from reslab.stats import mean_of
 
@@ -162,7 +154,7 @@ def _draw_weights(axes: Axes, seen: Seen) -> None:
     relative = np.log2(np.maximum(mean * np.isfinite(mean).sum(1, keepdims=True), 1 / 16))
     shown = axes.imshow(relative, cmap="RdBu_r", vmin=-3, vmax=3, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
-    bar = axes.figure.colorbar(shown, ax=axes, ticks=[-3, -2, -1, 0, 1, 2, 3])  # type: ignore[union-attr]
+    bar = axes.figure.colorbar(shown, ax=axes, ticks=[-3, -2, -1, 0, 1, 2, 3])
     bar.ax.set_yticklabels(["≤1/8", "1/4", "1/2", "1", "2", "4", "≥8"])
 
 
