@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from reslab.models.decoder import Decoder
 from reslab.residuals import AttnRes, ConnectionConfig, ResidualSettings, Site, Stack
 from reslab.residuals.depth_attention import Sources, align_to_sources
+from reslab.schema import UserError
 from variants import VARIANTS, decoder, perturbed, tokens
 
 S = 6
@@ -405,3 +406,15 @@ def test_site_knows_how_many_sources_come_before() -> None:
     assert AttnRes(Site(4, 8, 16), options).weights.query.shape == (16,)
     assert math.isclose(options.query_rate, 1.0)
     assert isinstance(decoder("attnres full"), Decoder)
+
+
+def test_queries_may_start_at_random() -> None:
+    """Of the std that is asked for, without a change to any other weight."""
+    plain = decoder("attnres full", width=64)
+    random = decoder(ConnectionConfig("attnres", query_std=1.0), width=64)
+    queries = torch.cat([p.detach() for name, p in random.named_parameters() if name.endswith("query")])
+    assert float(queries.std()) == pytest.approx(1, abs=0.15)
+    others = [(n, p) for n, p in plain.named_parameters() if not n.endswith("query")]
+    assert all(torch.equal(p, random.get_parameter(n)) for n, p in others)
+    with pytest.raises(UserError, match="query_std with query: none has no queries"):
+        ConnectionConfig("attnres", query="none", query_std=1.0)

@@ -16,6 +16,7 @@ from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
+from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.models.decoder import DecoderShape
@@ -34,6 +35,7 @@ class Claims(Settings):
     layerscale_depth: LayerscaleDepth
     fp16_swamping: Fp16Swamping
     pre_vs_post_ln: PreVsPostLn
+    attention_residual_gains: AttentionResidualGains
 
 
 class Params(Settings):

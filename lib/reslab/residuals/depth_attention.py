@@ -73,6 +73,8 @@ class AttnResOptions(ConnectionOptions):
     """Keys are the sources divided by their rms; else the sources."""
     query_rate: float = Field(default=1.0, gt=0)
     """Learning-rate multiplier of the queries (static: of the logits)."""
+    query_std: float = Field(default=0.0, ge=0)
+    """Standard deviation of the learnt w_l at the start; 0 as published, else weights start unequal."""
     kernel: Literal["auto", "naive"] = "auto"
     """`auto` one bank of all rows for a pass, where the device has a kernel and the variant learnt queries, softmax,
     one head and whole values; `naive` a plain sum of plain tensors, which also has second derivatives."""
@@ -83,6 +85,8 @@ class AttnResOptions(ConnectionOptions):
             raise ValueError("key_rank with query: none has no keys to shrink; remove key_rank or choose another query")
         if self.query == "none" and not self.key_norm:
             raise ValueError("key_norm: false with query: none has no keys; remove key_norm or choose another query")
+        if self.query == "none" and self.query_std:
+            raise ValueError("query_std with query: none has no queries; remove query_std or choose another query")
         if self.heads > 1 and self.value_rank is not None:
             raise ValueError("value_rank with heads > 1: a compressed source has no heads; remove one of them")
         if not self.window_embedding:
@@ -195,7 +199,10 @@ def inverse_rms(x: Tensor, heads: int = 1) -> Tensor:
 
 
 class DepthWeights(nn.Module):
-    """A layer's own weights over the sources it reads: a query, or static logits. Starts at zero: equal weights."""
+    """A layer's own weights over the sources it reads: a query, or static logits.
+
+    Starts at zero, which makes equal weights, unless the option query_std says otherwise.
+    """
 
     def __init__(self, options: AttnResOptions, width: int, reads: int) -> None:
         super().__init__()
@@ -211,6 +218,8 @@ class DepthWeights(nn.Module):
     def reset_parameters(self) -> None:
         for parameter in self.parameters():
             nn.init.zeros_(parameter)
+        if self.options.query_std:
+            nn.init.normal_(self.query, std=self.options.query_std)
 
     def query_for(self, newest: Tensor) -> Tensor:
         """The query [..., k]; it looks at the newest source [..., d] where it depends on the input, else it is [k]."""
