@@ -13,6 +13,7 @@ from ruamel.yaml.error import YAMLError
 from reslab import paths
 from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
+from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
@@ -26,6 +27,7 @@ class Claims(Settings):
     """One section a claim, named like its notebook without the number."""
 
     no_residual_collapse: NoResidualCollapse
+    layer_drop_redundancy: LayerDropRedundancy
 
 
 class Params(Settings):

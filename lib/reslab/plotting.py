@@ -14,6 +14,7 @@ __all__ = ["COLOURS", "colour", "figure", "moving_average", "save", "seed_lines"
 
 _PALETTE = sns.color_palette("colorblind", 10)
 COLOURS = {
+    "add": _PALETTE[0],
     "skip 0": _PALETTE[3],
     "skip 0.1": _PALETTE[1],
     "skip 0.3": _PALETTE[9],
@@ -33,8 +34,14 @@ COLOURS = {
     "DenseFormer": _PALETTE[8],
     "mHC": _PALETTE[6],
     "Full": _PALETTE[3],
-    "Block": _PALETTE[1],
+    "Block": _PALETTE[2],
     "article's form": _PALETTE[5],
+    "validation loss": _PALETTE[0],
+    "Block Influence": _PALETTE[5],
+    "Influence again": _PALETTE[9],
+    "angular distance": _PALETTE[6],
+    "last first": _PALETTE[8],
+    "random": (0.4, 0.4, 0.4),
     "fp16": _PALETTE[1],
     "bf16": _PALETTE[4],
     "fp32": _PALETTE[0],
