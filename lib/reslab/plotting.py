@@ -40,7 +40,7 @@ COLOURS = {
     "Block Influence": _PALETTE[5],
     "Influence again": _PALETTE[9],
     "angular distance": _PALETTE[6],
-    "last first": _PALETTE[8],
+    "last first": _PALETTE[4],
     "random": (0.4, 0.4, 0.4),
     "fp16": _PALETTE[1],
     "bf16": _PALETTE[4],

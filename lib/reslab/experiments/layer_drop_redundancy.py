@@ -16,8 +16,6 @@ from reslab.comparison import Arm, Rates, Runs, choose_rates, held_out, train_ar
 from reslab.experiments import layer_drop_exact as untrained
 from reslab.experiments import layer_drop_measured as measured
 from reslab.experiments.layer_drop_costs import (
-    cost_table,
-    healing_table,
     cost_slopes,
     free_blocks,
     influence_slopes,
@@ -50,7 +48,7 @@ QUESTIONS = {
         "B2c",
         "exact",
         "measured / predicted",
-        "untrained, Block Influence, summed over {exact} blocks, follows from the stream's growth: 1 - sqrt(S_l / S_(l+1))",
+        "untrained, Block Influence, summed over {exact} blocks, follows from the stream: 1 - sqrt(S_l / S_(l+1))",
     ),
     "influence_falls_untrained": Question(
         "B2c",

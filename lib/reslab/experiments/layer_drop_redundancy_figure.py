@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from reslab import plotting
 from reslab.experiments.layer_drop_measured import BY_INFLUENCE, BY_LOSS, ORDERS, Healed, Measured, quarter
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from reslab.params import Params
 
 __all__ = ["draw"]
+
+RANDOM = "random"
 
 
 def draw(
@@ -42,18 +45,21 @@ def draw(
 
 
 def _draw_orders(axes: Axes, params: Params, found: Sequence[Measured], untrained: Sequence[Measured]) -> None:
-    for order in ORDERS:
-        _band(axes, order, [model.curves[order] for model in found], label=order)
-    _band(axes, "random", [model.random_curve() for model in found], label="random")
-    _band(axes, BY_INFLUENCE, [model.curves[BY_INFLUENCE] for model in untrained], style="--")
-    _band(axes, "random", [model.random_curve() for model in untrained], style="--")
+    series = {order: [model.curves[order] for model in found] for order in ORDERS}
+    series[RANDOM] = [model.random_curve() for model in found]
+    before = {BY_INFLUENCE: [m.curves[BY_INFLUENCE] for m in untrained], RANDOM: [m.random_curve() for m in untrained]}
+    for at, (order, curves) in enumerate(series.items()):
+        _lines(axes, order, curves, label=order, aside=0.08 * (at - 2.5))
+    for order, curves in before.items():
+        _lines(axes, order, curves, style="--")
     axes.plot([], [], color="black", linestyle="--", label="untrained model")
     _mark_quarter(axes, params.claims.layer_drop_redundancy.text.depth)
+    _show(axes, [v for drawn in (series, before) for curves in drawn.values() for curve in curves for v in curve])
     axes.set(title="Text, add: which blocks go?", xlabel="blocks dropped", ylabel="test loss added (nats per byte)")
     axes.legend(fontsize=7)
 
 
-def _band(
+def _lines(
     axes: Axes,
     name: str,
     series: Sequence[Sequence[float]],
@@ -61,29 +67,24 @@ def _band(
     label: str | None = None,
     style: str = "-",
     first: int = 1,
-    interval: bool = True,
+    aside: float = 0.0,
 ) -> None:
-    """One thin line a seed, the mean as a thick one with its 95 % interval; at `first`, `first` + 1, ..."""
-    colour, xs = plotting.colour(name), range(first, first + len(series[0]))
-    for values in series:
-        axes.plot(xs, values, color=colour, linewidth=0.6, alpha=0.5, linestyle=style)
+    """A dot a seed, and the mean over seeds with its 95 % interval; at `first`, `first` + 1, ..., moved `aside`."""
+    colour, xs = plotting.colour(name), np.arange(len(series[0])) + first + aside
     means = [mean_of(values) for values in zip(*series, strict=True)]
     centre = [np.nan if mean.value is None else mean.value for mean in means]
-    axes.plot(xs, centre, color=colour, linestyle=style, label=label)
-    if interval:
-        low, high = ([np.nan if (end := getattr(m, side)) is None else end for m in means] for side in ("low", "high"))
-        seen = [value for values in series for value in values if np.isfinite(value)]
-        axes.fill_between(xs, low, high, color=colour, alpha=0.12, linewidth=0)
-        if seen:  # an interval over few seeds may be much wider than what was seen
-            _widen(axes, min(seen), max(seen))
+    axes.plot(xs, centre, color=colour, linestyle=style, linewidth=1.2, label=label)
+    for values in series:
+        axes.plot(xs, values, ".", color=colour, markersize=2.5)
+    low, high = ([np.nan if (end := getattr(m, side)) is None else end for m in means] for side in ("low", "high"))
+    axes.vlines(xs, low, high, color=colour, linewidth=2.5, alpha=0.25)
 
 
-def _widen(axes: Axes, low: float, high: float) -> None:
-    """Limits that hold everything drawn so far by `_band`, and this, with some room."""
-    held = getattr(axes, "held", (low, high))
-    axes.held = min(low, held[0]), max(high, held[1])  # type: ignore[attr-defined]
-    room = 0.08 * (axes.held[1] - axes.held[0]) or 0.1  # type: ignore[attr-defined]
-    axes.set_ylim(axes.held[0] - room, axes.held[1] + room)  # type: ignore[attr-defined]
+def _show(axes: Axes, values: Iterable[float]) -> None:
+    """Limits that hold the values and zero; an interval over few seeds may reach far beyond and is cut off."""
+    seen = [0.0, *(value for value in values if np.isfinite(value))]
+    room = 0.1 * (max(seen) - min(seen)) or 0.1
+    axes.set_ylim(min(seen) - room, max(seen) + room)
 
 
 def _mark_quarter(axes: Axes, depth: int) -> None:
@@ -93,11 +94,16 @@ def _mark_quarter(axes: Axes, depth: int) -> None:
 
 
 def _draw_single(axes: Axes, found: Models) -> None:
+    drawn = []
     for task, name, style in (("text", text_name, "-"), ("pointer chasing", hops_name, "--")):
         for method in HOPS_METHODS:
             series = [[model.share(cost) for cost in model.single] for model in found[name(method)]]
-            _band(axes, method, series, label=f"{method}, {task}", style=style, first=0)
+            aside = 0.12 * (len(drawn) - 1.5)
+            _lines(axes, method, series, label=f"{method}, {task}", style=style, first=0, aside=aside)
+            drawn.append(series)
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    _show(axes, [value for series in drawn for values in series for value in values])
     axes.set(title="One block deleted", xlabel="block (0: first)", ylabel="share of the gain lost")
     axes.legend(fontsize=7)
 
@@ -115,16 +121,19 @@ def _draw_influence(
     axes.plot([], [], color=plotting.colour("add"), label="text, add: trained")
     axes.plot([], [], color=plotting.colour("add"), linestyle="--", label="text, add: untrained")
     axes.set(title="Block Influence", xlabel="block (0: first)", ylabel="1 - cosine of input and output", yscale="log")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(fontsize=7)
 
 
 def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
     section = params.claims.layer_drop_redundancy
     depth = section.text.depth if task == "Text" else section.hops.depth
-    for method, models in found.items():
-        _band(axes, method, [model.shares(BY_LOSS) for model in models], label=method)
+    series = {method: [model.shares(BY_LOSS) for model in models] for method, models in found.items()}
+    for at, (method, curves) in enumerate(series.items()):
+        _lines(axes, method, curves, label=method, aside=0.1 * (at - 1.5))
     _mark_quarter(axes, depth)
-    axes.set(title=f"{task}: {depth} blocks, best order", xlabel="blocks dropped", ylabel="share of the gain lost")
+    _show(axes, [value for curves in series.values() for curve in curves for value in curve])
+    axes.set(title=f"{task}: {depth} blocks, greedy by loss", xlabel="blocks dropped", ylabel="share of the gain lost")
     axes.legend(fontsize=7)
 
 
@@ -138,11 +147,12 @@ def _draw_healing(axes: Axes, params: Params, after: Mapping[str, Sequence[Heale
         for place, values in zip(places, costs, strict=True):
             mean = mean_of(values)
             if mean.low is not None and mean.high is not None:
-                axes.plot([place] * 2, [mean.low, mean.high], color=colour, linewidth=5, alpha=0.25)
-    seen = [model.cost(healed=healed) for models in after.values() for model in models for healed in (False, True)]
-    finite = [cost for cost in seen if np.isfinite(cost)]
-    if finite:
-        _widen(axes, min(*finite, 0.0), max(finite))
+                axes.vlines(place, mean.low, mean.high, color=colour, linewidth=5, alpha=0.25)
+    _show(
+        axes, [model.cost(healed=healed) for models in after.values() for model in models for healed in (False, True)]
+    )
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
-    axes.set_xticks(range(len(after)), [f"{method}\nat once | {steps} steps on" for method in after], fontsize=8)
-    axes.set(title="Text: healing a quarter", ylabel="share of the gain lost")
+    axes.set_xticks(range(len(after)), list(after))
+    axes.set_xlim(-0.5, len(after) - 0.5)
+    axes.set(title="Text: a quarter dropped, then healed", ylabel="share of the gain lost")
+    axes.set_xlabel(f"left: at once; right: {steps} training steps on")
