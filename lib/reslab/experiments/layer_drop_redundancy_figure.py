@@ -133,7 +133,7 @@ def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
         _lines(axes, method, curves, label=method, aside=0.1 * (at - 1.5))
     _mark_quarter(axes, depth)
     _show(axes, [value for curves in series.values() for curve in curves for value in curve])
-    axes.set(title=f"{task}: {depth} blocks, greedy by loss", xlabel="blocks dropped", ylabel="share of the gain lost")
+    axes.set(title=f"{task}: dropped by loss", xlabel=f"of {depth} blocks dropped", ylabel="share of the gain lost")
     axes.legend(fontsize=7)
 
 
@@ -154,5 +154,5 @@ def _draw_healing(axes: Axes, params: Params, after: Mapping[str, Sequence[Heale
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
     axes.set_xticks(range(len(after)), list(after))
     axes.set_xlim(-0.5, len(after) - 0.5)
-    axes.set(title="Text: a quarter dropped, then healed", ylabel="share of the gain lost")
+    axes.set(title="Text: a quarter dropped, healed", ylabel="share of the gain lost")
     axes.set_xlabel(f"left: at once; right: {steps} training steps on")
