@@ -14,9 +14,10 @@ from reslab import paths
 from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
-from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
-from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
+from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
+from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
+from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.models.decoder import DecoderShape
@@ -31,11 +32,12 @@ class Claims(Settings):
     """One section a claim, named like its notebook without the number."""
 
     no_residual_collapse: NoResidualCollapse
-    attention_residual_cost: AttentionResidualCost
+    pre_vs_post_ln: PreVsPostLn
     layerscale_depth: LayerscaleDepth
     fp16_swamping: Fp16Swamping
-    pre_vs_post_ln: PreVsPostLn
+    layer_drop_redundancy: LayerDropRedundancy
     attention_residual_gains: AttentionResidualGains
+    attention_residual_cost: AttentionResidualCost
 
 
 class Params(Settings):

@@ -1,0 +1,325 @@
+"""What dropping blocks does to one run's model: drop curves, single deletions, and a short healing.
+
+Jobs over runs go side by side. Orders are chosen on validation data; what dropping costs is the test loss.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import joblib
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from reslab import data, influence, lifeline
+from reslab.models.decoder import Decoder
+from reslab.progress import Progress
+from reslab.schema import Settings
+from reslab.surgery import skipped
+from reslab.sweep import Execution, trained_model
+from reslab.training import RunConfig, RunRecord, build, evaluate, optimisation_steps
+
+__all__ = [
+    "ANGULAR",
+    "BY_INFLUENCE",
+    "BY_INFLUENCE_AGAIN",
+    "BY_LOSS",
+    "LAST_FIRST",
+    "ORDERS",
+    "Healed",
+    "Look",
+    "Measured",
+    "Part",
+    "heal_all",
+    "measure_all",
+    "quarter",
+    "random_name",
+]
+
+BY_LOSS = "validation loss"
+BY_INFLUENCE = "Block Influence"
+BY_INFLUENCE_AGAIN = "Influence again"
+ANGULAR = "angular distance"
+LAST_FIRST = "last first"
+ORDERS = (BY_LOSS, BY_INFLUENCE, BY_INFLUENCE_AGAIN, ANGULAR, LAST_FIRST)
+"""How it is decided which blocks go, besides at random."""
+
+
+def random_name(number: int) -> str:
+    return f"random {number}"
+
+
+def quarter(depth: int) -> int:
+    """A quarter of the blocks, and at least one."""
+    return max(1, depth // 4)
+
+
+class Look(Settings):
+    """How closely a model is looked at."""
+
+    choosing: int = Field(ge=2)
+    """Validation examples by which orders are chosen."""
+    judging: int = Field(ge=2)
+    """Test examples on which a loss is measured."""
+    random_orders: int = Field(ge=1)
+
+
+class Part:
+    """A task with fewer held-out examples, evenly spaced, and with the training batches from `first_step` on."""
+
+    CHUNK = 64
+    """Held-out examples at once."""
+
+    def __init__(self, task: data.Task, examples: int, first_step: int = 0) -> None:
+        self.task, self.examples, self.first_step = task, examples, first_step
+
+    @property
+    def context_free_loss(self) -> float:
+        """That of the best guess without context, on these very test examples."""
+        if not isinstance(self.task, data.Text):
+            return self.task.context_free_loss
+        return float(-self.task.corpus.unigram()[self.examples_of("test")[1].numpy()].mean())
+
+    def batch(self, seed: int, step: int, size: int) -> data.Batch:
+        return self.task.batch(seed, self.first_step + step, size)
+
+    def examples_of(self, split: data.Split) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of the chosen examples, [N, T] each; all where there are no more than asked for."""
+        batches = list(self.task.held_out(split))
+        inputs = torch.cat([part for part, _ in batches if isinstance(part, Tensor)])
+        targets = torch.cat([part for _, part in batches])
+        count = min(self.examples, len(inputs))
+        places = torch.linspace(0, len(inputs) - 1, count, dtype=torch.float64).round().long()
+        return inputs[places], targets[places]
+
+    def held_out(self, split: data.Split) -> Iterator[data.Batch]:
+        inputs, targets = self.examples_of(split)
+        yield from zip(inputs.split(self.CHUNK), targets.split(self.CHUNK), strict=True)
+
+
+# --- drop curves ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One model, whole and with blocks missing. Losses are test losses in nats; not numbers where the run diverged."""
+
+    loss: float
+    """Of the whole model."""
+    gain: float
+    """What the whole model gained: the context-free loss less its own."""
+    influence: tuple[float, ...]
+    """BI of each block, on validation data."""
+    predicted: tuple[float, ...]
+    """1 - sqrt(S_l / S_{l+1}) of each block; see `influence.predicted_influences`. Of connection `add` alone."""
+    single: tuple[float, ...]
+    """Loss added by dropping each block alone."""
+    curves: dict[str, tuple[float, ...]]
+    """Loss added by dropping 1, 2, ... blocks, by order."""
+    dropped: dict[str, tuple[tuple[int, ...], ...]]
+    """Which blocks these are."""
+
+    def share(self, cost: float) -> float:
+        """A cost as a share of the gain; not a number where nothing was gained, so that nothing can be lost."""
+        return cost / self.gain if self.gain > 0 else math.nan
+
+    def shares(self, order: str) -> list[float]:
+        """A drop curve as shares of the gain."""
+        return [self.share(cost) for cost in self.curves[order]]
+
+    def random_curve(self) -> list[float]:
+        """The mean over the random orders, in nats."""
+        drawn = [curve for name, curve in self.curves.items() if name.startswith("random")]
+        return [sum(costs) / len(costs) for costs in zip(*drawn, strict=True)]
+
+    @property
+    def interaction(self) -> float:
+        """1 - (sum of the costs of dropping each block alone) / (cost of dropping them together), a quarter of them.
+
+        Both are sums over the random sets. 0 where blocks contribute independently; above 0 where they stand in for
+        each other (alone each is dispensable, together they are not), below where one is worthless without another.
+        """
+        sets = [sets[quarter(len(self.single)) - 1] for name, sets in self.dropped.items() if name.startswith("random")]
+        together = sum(c[quarter(len(self.single)) - 1] for n, c in self.curves.items() if n.startswith("random"))
+        alone = sum(self.single[block] for blocks in sets for block in blocks)
+        return 1 - alone / together if together else math.nan
+
+
+def _measure(config: RunConfig, look: Look, kinds: Collection[str], most: int, trained: bool) -> Measured:
+    """The model of a run, after training or before, with up to `most` blocks dropped in orders of these kinds."""
+    model = _decoder(config, trained)
+    task = data.load(config.task)
+    choosing, judging = Part(task, look.choosing), Part(task, look.judging)
+    inputs = choosing.examples_of("validation")[0].to(config.device.kind)
+    depth = config.model.depth
+
+    def without(gone: Collection[int], split: data.Split) -> float:
+        with skipped(model.blocks, gone):
+            found = evaluate(config, choosing if split == "validation" else judging, model, split)
+        return math.inf if found is None else found[0]
+
+    xs = influence.reads(model, inputs)
+    influences = influence.block_influences(xs)
+    known: dict[frozenset[int], float] = {}
+    orders = {random_name(number): influence.random_order(depth, number) for number in range(look.random_orders)}
+    if BY_INFLUENCE in kinds:
+        orders[BY_INFLUENCE] = influence.by_influence(influences)
+    if BY_INFLUENCE_AGAIN in kinds:
+        orders[BY_INFLUENCE_AGAIN] = influence.by_influence_again(model, model.blocks, inputs, most)
+    if BY_LOSS in kinds:
+        orders[BY_LOSS] = influence.by_loss(lambda gone: without(gone, "validation"), depth, most)
+    if LAST_FIRST in kinds:
+        orders[LAST_FIRST] = tuple(reversed(range(depth)))
+    sets = {name: influence.first_of(order, most) for name, order in orders.items()}
+    if ANGULAR in kinds:
+        sets[ANGULAR] = [influence.nearest_run(xs, length) for length in range(1, most + 1)]
+    whole = without((), "test")
+
+    def added(gone: frozenset[int]) -> float:
+        if gone not in known:
+            known[gone] = without(gone, "test") - whole
+        return known[gone]
+
+    return Measured(
+        loss=whole,
+        gain=judging.context_free_loss - whole,
+        influence=tuple(influences),
+        predicted=tuple(influence.predicted_influences(xs)),
+        single=tuple(added(frozenset({block})) for block in range(depth)),
+        curves={name: tuple(map(added, gone)) for name, gone in sets.items()},
+        dropped={name: tuple(tuple(sorted(blocks)) for blocks in gone) for name, gone in sets.items()},
+    )
+
+
+def _decoder(config: RunConfig, trained: bool) -> Decoder:
+    model = trained_model(config) if trained else build(config.model, config.seed)
+    assert isinstance(model, Decoder)
+    return model.to(config.device.kind)
+
+
+def _unmeasured(depth: int, look: Look, kinds: Collection[str], most: int) -> Measured:
+    """Of a run that diverged: no number, and no set of blocks."""
+    names = [*map(random_name, range(look.random_orders)), *kinds]
+    none, curves = (math.nan,) * depth, dict.fromkeys(names, (math.nan,) * most)
+    return Measured(math.nan, math.nan, none, none, none, curves, dict.fromkeys(names, ((),) * most))
+
+
+def measure_all(
+    records: Sequence[RunRecord],
+    look: Look,
+    execution: Execution,
+    *,
+    kinds: Sequence[str] = ORDERS,
+    most: int,
+    trained: bool = True,
+) -> list[Measured]:
+    """Each run's model, after training or before, with 1 to `most` blocks dropped; in the order of the records."""
+
+    def job(record: RunRecord) -> Measured:
+        if trained and record.outcome == "diverged":
+            return _unmeasured(record.config.model.depth, look, kinds, most)
+        return _measure(record.config, look, kinds, most, trained)
+
+    return _side_by_side(job, records, execution, "dropping blocks")
+
+
+# --- healing --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Healed:
+    """Test losses in nats before and after some more steps, of the whole model and of one with blocks dropped.
+
+    Not numbers where the run diverged, infinite where training on did.
+    """
+
+    whole_before: float
+    dropped_before: float
+    whole_after: float
+    dropped_after: float
+    context_free: float
+
+    def cost(self, *, healed: bool) -> float:
+        """What the dropped blocks cost, as a share of what the whole model gained; both trained on where `healed`."""
+        whole, dropped = self.whole_before, self.dropped_before
+        if healed:
+            whole, dropped = self.whole_after, self.dropped_after
+        gain = self.context_free - whole
+        return (dropped - whole) / gain if gain > 0 else math.nan
+
+
+def heal_all(
+    records: Sequence[RunRecord],
+    measured: Sequence[Measured],
+    look: Look,
+    steps: int,
+    execution: Execution,
+) -> list[Healed]:
+    """Each run trained on for `steps` steps, once whole and once without the quarter of lowest Block Influence.
+
+    On the batches that would have come next, at the rate at which the schedule ended (a thousandth of its peak where
+    that is 0), with AdamW's averages anew.
+    """
+
+    def job(pair: tuple[RunRecord, Measured]) -> Healed:
+        record, model = pair
+        if record.outcome == "diverged":
+            return Healed(*[math.nan] * 5)
+        gone = model.dropped[BY_INFLUENCE][quarter(record.config.model.depth) - 1]
+        whole, dropped = (_heal(record.config, blocks, look, steps) for blocks in ((), gone))
+        return Healed(whole[0], dropped[0], whole[1], dropped[1], model.loss + model.gain)
+
+    return _side_by_side(job, list(zip(records, measured, strict=True)), execution, "healing")
+
+
+def _heal(config: RunConfig, gone: Collection[int], look: Look, steps: int) -> tuple[float, float]:
+    """Test loss of the run's model without the blocks `gone`, before and after `steps` more steps without them."""
+    model = _decoder(config, trained=True)
+    recipe = config.optimisation
+    after = config.model_copy(
+        update={
+            "learning_rate": config.learning_rate * max(recipe.final_rate, 1e-3),
+            "optimisation": recipe.model_copy(update={"steps": steps, "warmup": 0.0, "final_rate": 1.0}),
+            "device": config.device.model_copy(update={"compile": False}),
+        }
+    )
+    task = Part(data.load(config.task), look.judging, first_step=recipe.steps)
+    with skipped(model.blocks, gone):
+        before = evaluate(after, task, model, "test")
+        for loss, _ in optimisation_steps(after, task, model):
+            if not math.isfinite(loss):
+                break
+        healed = evaluate(after, task, model, "test")
+    return tuple(math.inf if found is None else found[0] for found in (before, healed))  # type: ignore[return-value]
+
+
+# --- side by side ---------------------------------------------------------------------------------
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def _side_by_side(
+    job: Callable[[Item], Result], items: Sequence[Item], execution: Execution, label: str
+) -> list[Result]:
+    """`job` of each item, in their order, in `execution.workers` processes of one thread each."""
+    parent = os.getpid() if execution.workers > 1 else None
+    results: list[Result] = []
+    with joblib.parallel_config(backend="loky", inner_max_num_threads=1), Progress(label, len(items)) as progress:
+        parallel = joblib.Parallel(n_jobs=execution.workers, return_as="generator", batch_size=1)
+        for result in parallel(joblib.delayed(_alone)(job, item, parent) for item in items):
+            results.append(result)
+            progress.update(len(results), f"{len(results)}/{len(items)} models")
+    return results
+
+
+def _alone(job: Callable[[Item], Result], item: Item, parent: int | None) -> Result:
+    torch.set_num_threads(1)  # in the order of one thread, sums are the same everywhere
+    if parent is not None:
+        lifeline.die_with_parent(parent=parent)
+    return job(item)

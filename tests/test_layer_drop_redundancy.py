@@ -1,0 +1,280 @@
+"""Claim 05's checks, on models that were trained and on runs that diverged; its measures by hand."""
+
+import math
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib import pyplot as plt
+
+from reslab import data, params, paths
+from reslab.claims import Check
+from reslab.comparison import Runs
+from reslab.experiments import layer_drop_costs as costs
+from reslab.experiments import layer_drop_measured as measured
+from reslab.experiments import layer_drop_redundancy as claim
+from reslab.experiments import layer_drop_redundancy_figure as figure
+from reslab.experiments.layer_drop_measured import BY_INFLUENCE, BY_LOSS, Healed, Measured
+from reslab.experiments.runs import decoder_run, hops_run
+from reslab.params import Params
+from reslab.schema import UserError
+from reslab.sweep import Execution, run_all, trained_model
+from reslab.training import RunConfig, RunRecord, evaluate, train_model
+
+ALONE = Execution(workers=1)
+
+
+class Experiment(NamedTuple):
+    trained: Runs
+    found: claim.Models
+    untrained: list[Measured]
+    healed: dict[str, list[Healed]]
+
+
+@pytest.fixture(scope="module")
+def settings() -> Params:
+    """Smoke scale with fewer steps, trained in this process."""
+    section = {"text": {"steps": 8}, "hops": {"steps": 8}, "healing_steps": 2}
+    return params.load("smoke", {"execution": {"workers": 1}, "claims": {"layer_drop_redundancy": section}})
+
+
+@pytest.fixture(scope="module")
+def initial(settings: Params) -> pd.DataFrame:
+    return claim.initial_influences(settings)
+
+
+@pytest.fixture(scope="module")
+def done(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    names = [arm.name for arm in [*claim.text_arms(settings), *claim.hops_arms(settings)]]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
+        trained = claim.runs(settings, pd.DataFrame({"arm": names, "setting": "", "rate": 1e-2, "chosen": True}))
+        found = claim.models(settings, trained)
+        healed = claim.healed(settings, trained, found)
+        return Experiment(trained, found, claim.untrained_models(settings, trained), healed)
+
+
+def trained_checks(settings: Params, run: Experiment) -> list[Check]:
+    return [
+        *claim.checks_controls(settings, run.trained, run.found),
+        *claim.checks_quarter(settings, run.found, run.healed),
+        *claim.checks_late(settings, run.found, run.untrained),
+        *claim.checks_depth_attention(settings, run.found),
+    ]
+
+
+# --- the claim ------------------------------------------------------------------------------------
+
+
+def test_every_question_is_answered_once(settings: Params, initial: pd.DataFrame, done: Experiment) -> None:
+    exact = claim.checks_initial(settings, initial)
+    checks = [*exact, *trained_checks(settings, done)]
+    assert sorted(check.name for check in checks) == sorted(claim.QUESTIONS)
+    assert claim.KEY in claim.QUESTIONS
+    assert next(check for check in exact if check.name == "same_at_start").outcome == "holds"
+    assert len(claim.published(checks)) == 3
+    assert all("{" not in check.statement for check in checks)
+
+
+def test_influence_at_the_start_is_as_predicted() -> None:
+    """At the size of the cpu preset, without the check that needs no seeds."""
+    settings = params.preset("cpu")
+    initial = claim.initial_influences(settings)
+    sums = initial.groupby("seed")[["measured", "predicted"]].sum()
+    assert (sums["measured"] / sums["predicted"]).mean() == pytest.approx(1, abs=0.1)
+    by_block = initial.groupby("block")["measured"].mean()
+    assert by_block[12:].sum() < 0.5 * by_block[:4].sum()
+
+
+def test_arms_share_their_seeds_and_the_common_baseline(settings: Params, done: Experiment) -> None:
+    assert all([record.config.seed for record in records] == [0, 1] for records in done.trained.values())
+    cpu = params.preset("cpu")
+    section = cpu.claims.layer_drop_redundancy
+    [shared] = [arm for arm in claim.text_arms(cpu) if arm.name == "text: add"]
+    assert shared.config == decoder_run(cpu, section.text.depth)
+    assert shared.rates == cpu.claims.no_residual_collapse.learning_rates
+
+
+def diverged(record: RunRecord) -> RunRecord:
+    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
+    return record.model_copy(update=lost | {"train_loss": record.train_loss[:3], "profile_after": {}})
+
+
+def with_diverged(settings: Params, run: Experiment, arm: str) -> Experiment:
+    """The experiment in which the first run of this arm diverged."""
+    section = settings.claims.layer_drop_redundancy
+    record, most = diverged(run.trained[arm][0]), len(run.found[arm][0].curves[BY_LOSS])
+    kinds = [name for name in run.found[arm][0].curves if not name.startswith("random")]
+    [lost] = measured.measure_all([record], section.text.look, ALONE, kinds=kinds, most=most)
+    healed = dict(run.healed)
+    if (method := arm.removeprefix("text: ")) in healed:
+        healed[method] = [*measured.heal_all([record], [lost], section.text.look, 2, ALONE), *healed[method][1:]]
+    trained = run.trained | {arm: [record, *run.trained[arm][1:]]}
+    return run._replace(trained=trained, found=run.found | {arm: [lost, *run.found[arm][1:]]}, healed=healed)
+
+
+@pytest.mark.parametrize("arm", ["text: add", "text: Full", "hops: add", "text: add, 5 blocks"])
+def test_diverged_run_is_not_dropped_silently(
+    settings: Params, initial: pd.DataFrame, done: Experiment, arm: str
+) -> None:
+    lost = with_diverged(settings, done, arm)
+    checks = {check.name: check for check in trained_checks(settings, lost)}
+    touched = {
+        "text: add": ["gain_text", "quarter_text", "deeper", "healed_text", "late_cost_text", "fewer_text_full"],
+        "text: Full": ["gain_text", "fewer_text_full", "free_text", "independent_text", "more_independent_text"],
+        "hops: add": ["gain_hops", "shallow_hops", "quarter_hops_influence", "late_cost_hops", "free_hops"],
+        "text: add, 5 blocks": ["gain_text", "quarter_deep", "deeper", "late_cost_deep"],
+    }[arm]
+    for name in touched:
+        assert checks[name].estimate.value is None, name
+        assert checks[name].outcome == "undecided"
+    plt.close(figure.draw(settings, initial, lost.found, lost.untrained, lost.healed))
+    assert "not measured" in costs.cost_table(lost.found)["mean"].loc[arm].iloc[0]
+
+
+def test_one_seed_is_undecided(settings: Params, done: Experiment) -> None:
+    one = Experiment(
+        {name: records[:1] for name, records in done.trained.items()},
+        {name: models[:1] for name, models in done.found.items()},
+        done.untrained[:1],
+        {name: models[:1] for name, models in done.healed.items()},
+    )
+    assert {check.outcome for check in trained_checks(settings, one)} == {"undecided"}
+    assert claim.power_table(settings, one.found)["smallest detectable difference"].isna().all()
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"text": {"depth": 3}}, "text.depth: input should be greater than or equal to 4"),
+        ({"text": {"deep": 4}}, "deep 4 is no deeper than depth 4; make it larger"),
+        ({"text": {"learning_rates": []}}, "text.learning_rates"),
+        ({"text": {"look": {"random_orders": 0}}}, "random_orders"),
+        ({"hops": {"shallow": [4]}}, "shallow must increase from at least 1 to less than depth 4, got [4]"),
+        ({"hops": {"shallow": [2, 1]}}, "shallow must increase"),
+        ({"hops": {"hops": 1}}, "hops.hops: input should be greater than or equal to 2"),
+        ({"block": 9}, "block 9 is larger than the 8 sublayers; make it smaller"),
+        ({"free": 1.0}, "free"),
+    ],
+)
+def test_refused_settings(changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError) as refused:
+        params.load("smoke", {"claims": {"layer_drop_redundancy": changed}})
+    assert message in str(refused.value)
+
+
+def test_hops_run_has_the_tasks_vocabulary_and_context(settings: Params) -> None:
+    config = hops_run(settings, 3, hops=2, steps=5, batch=7, width=32)
+    assert (config.model.depth, config.optimisation.steps, config.optimisation.batch) == (3, 5, 7)
+    assert config.task == data.HopsConfig(hops=2)
+    assert config.model.model_dump()["vocabulary"] == 12
+    assert (config.model.model_dump()["context"], config.model.model_dump()["width"]) == (16, 32)
+
+
+# --- measures by hand -----------------------------------------------------------------------------
+
+
+def model_of(single: tuple[float, ...], gain: float = 2.0, **curves: tuple[float, ...]) -> Measured:
+    named = {name.replace("_", " "): curve for name, curve in curves.items()}
+    dropped = {name: tuple(tuple(range(n + 1)) for n in range(len(curve))) for name, curve in named.items()}
+    return Measured(1.0, gain, (0.4, 0.2, 0.1, 0.05), (0.0,) * 4, single, named, dropped)
+
+
+def test_interaction_is_the_part_of_the_joint_cost_that_single_costs_do_not_explain() -> None:
+    """Of eight blocks a quarter is two; the random sets are {0, 1} twice."""
+    single = (0.1, 0.2, *(0.0,) * 6)
+    model = model_of(single, random_0=(0.1, 0.5), random_1=(0.1, 0.7))
+    assert model.interaction == pytest.approx(1 - 2 * 0.3 / 1.2)
+    independent = model_of(single, random_0=(0.1, 0.3))
+    assert independent.interaction == pytest.approx(0)
+    assert model.random_curve() == pytest.approx([0.1, 0.6])
+
+
+def test_costs_are_shares_of_the_gain() -> None:
+    model = model_of((0.2,) * 4, validation_loss=(0.02, 0.6))
+    assert model.shares(BY_LOSS) == pytest.approx([0.01, 0.3])
+    assert costs.quarter_cost([model], BY_LOSS) == pytest.approx([0.01])
+    assert costs.mean_cost([model]) == pytest.approx([0.155])
+    nothing = model_of((0.2,) * 4, gain=-0.1, validation_loss=(-0.1, 0.6))
+    assert all(map(math.isnan, nothing.shares(BY_LOSS))), "what learned nothing must not look robust"
+
+
+def test_free_blocks_are_the_most_that_cost_little() -> None:
+    costs_of = {"few": (0.01, 0.5, 0.6), "a dip": (0.01, 0.5, 0.03), "none": (0.1, 0.5, 0.6)}
+    models = [model_of((0.0,) * 6, validation_loss=curve) for curve in costs_of.values()]
+    assert costs.free_blocks(models, 0.02) == [1, 3, 0]
+    assert math.isnan(costs.free_blocks([replace(models[0], gain=math.nan)], 0.02)[0])
+
+
+def test_slopes_are_over_the_whole_depth() -> None:
+    falling = model_of((0.8, 0.6, 0.4, 0.2))
+    assert costs.cost_slopes([falling]) == pytest.approx([-0.3])
+    peak_first = model_of((2.0, 0.2, 0.4, 0.6))
+    assert costs.cost_slopes([peak_first])[0] < 0
+    assert costs.cost_slopes([peak_first], ends=1) == pytest.approx([0.1 / (1 / 3)])
+    assert costs.influence_slopes([falling]) == pytest.approx([3 * math.log(0.5)])
+
+
+def test_healing_is_judged_against_the_whole_model_trained_on() -> None:
+    healed = Healed(whole_before=2.0, dropped_before=2.5, whole_after=1.9, dropped_after=2.0, context_free=3.0)
+    assert healed.cost(healed=False) == pytest.approx(0.5)
+    assert healed.cost(healed=True) == pytest.approx(0.1 / 1.1)
+
+
+# --- models with blocks dropped -------------------------------------------------------------------
+
+
+def test_part_has_evenly_spaced_examples_and_later_batches(tiny: RunConfig) -> None:
+    task = data.load(tiny.task)
+    part = measured.Part(task, 5, first_step=3)
+    inputs = torch.cat([batch for batch, _ in task.held_out("test") if isinstance(batch, torch.Tensor)])
+    chosen = torch.cat([batch for batch, _ in part.held_out("test") if isinstance(batch, torch.Tensor)])
+    step = (len(inputs) - 1) / 4
+    assert torch.equal(chosen, inputs[[round(i * step) for i in range(5)]])
+    assert torch.equal(part.batch(0, 2, 4)[1], task.batch(0, 5, 4)[1])
+    assert measured.Part(task, 10**6).context_free_loss == pytest.approx(task.context_free_loss)
+
+
+@pytest.fixture
+def small(tiny: RunConfig, runs: Any) -> RunRecord:
+    """A run of four blocks whose weights are kept."""
+    config = tiny.model_copy(update={"model": tiny.model.model_copy(update={"depth": 4})})
+    return run_all([config], ALONE, "training", weights=True)[0]
+
+
+LOOK = measured.Look(choosing=8, judging=20, random_orders=1)
+
+
+def test_measured_losses_are_those_of_the_model_without_these_blocks(small: RunRecord) -> None:
+    [found] = measured.measure_all([small], LOOK, ALONE, most=2)
+    model = train_model(small.config)[1]
+    part = measured.Part(data.load(small.config.task), LOOK.judging)
+    whole = evaluate(small.config, part, model, "test")
+    assert whole is not None
+    assert found.loss == whole[0]
+    assert found.gain == pytest.approx(part.context_free_loss - found.loss)
+    for order, sets in found.dropped.items():
+        assert [len(blocks) for blocks in sets] == [1, 2]
+        assert found.curves[order][0] == found.single[sets[0][0]]
+    held = torch.nn.ModuleList(model.get_submodule("stack.blocks").children())
+    keep = [held[i] for i in range(4) if i not in found.dropped[BY_INFLUENCE][1]]
+    model.get_submodule("stack").blocks = torch.nn.ModuleList(keep)
+    less = evaluate(small.config, part, model, "test")
+    assert less is not None
+    assert found.curves[BY_INFLUENCE][1] == pytest.approx(less[0] - found.loss, abs=1e-9)
+
+
+def test_measuring_and_healing_give_the_same_numbers_again_and_leave_the_run_alone(small: RunRecord) -> None:
+    before = trained_model(small.config).state_dict()
+    first, second = (measured.measure_all([small], LOOK, ALONE, most=2) for _ in range(2))
+    assert first == second
+    one, other = (measured.heal_all([small], first, LOOK, 3, ALONE)[0] for _ in range(2))
+    assert one == other
+    assert one.whole_before == first[0].loss
+    assert one.dropped_before == pytest.approx(first[0].loss + first[0].curves[BY_INFLUENCE][0])
+    assert one.whole_after != one.whole_before
+    assert one.dropped_after != one.dropped_before
+    after = trained_model(small.config).state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
