@@ -45,9 +45,12 @@ def draw(
 
 
 def _draw_orders(axes: Axes, params: Params, found: Sequence[Measured], untrained: Sequence[Measured]) -> None:
-    series = {order: [model.curves[order] for model in found] for order in ORDERS}
+    series: dict[str, list[Sequence[float]]] = {order: [m.curves[order] for m in found] for order in ORDERS}
     series[RANDOM] = [model.random_curve() for model in found]
-    before = {BY_INFLUENCE: [m.curves[BY_INFLUENCE] for m in untrained], RANDOM: [m.random_curve() for m in untrained]}
+    before: dict[str, list[Sequence[float]]] = {
+        BY_INFLUENCE: [model.curves[BY_INFLUENCE] for model in untrained],
+        RANDOM: [model.random_curve() for model in untrained],
+    }
     for at, (order, curves) in enumerate(series.items()):
         _lines(axes, order, curves, label=order, aside=0.08 * (at - 2.5))
     for order, curves in before.items():
@@ -94,7 +97,7 @@ def _mark_quarter(axes: Axes, depth: int) -> None:
 
 
 def _draw_single(axes: Axes, found: Models) -> None:
-    drawn = []
+    drawn: list[list[list[float]]] = []
     for task, name, style in (("text", text_name, "-"), ("pointer chasing", hops_name, "--")):
         for method in HOPS_METHODS:
             series = [[model.share(cost) for cost in model.single] for model in found[name(method)]]
@@ -132,6 +135,9 @@ def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
     for at, (method, curves) in enumerate(series.items()):
         _lines(axes, method, curves, label=method, aside=0.1 * (at - 1.5))
     _mark_quarter(axes, depth)
+    little = (section.criteria.quarter_text if task == "Text" else section.criteria.quarter_hops).below
+    if little is not None:
+        axes.axhline(little, color=plotting.COLOURS["control"], linestyle="--", linewidth=0.8, label="little effect")
     _show(axes, [value for curves in series.values() for curve in curves for value in curve])
     axes.set(title=f"{task}: dropped by loss", xlabel=f"of {depth} blocks dropped", ylabel="share of the gain lost")
     axes.legend(fontsize=7)
