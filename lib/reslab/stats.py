@@ -23,7 +23,8 @@ __all__ = [
 class Estimate(Settings):
     """A value with its 95 % interval over n independent seeds.
 
-    No interval (None) when n is 1; no value either when one of the n could not be measured.
+    No interval (None) when n is 1; no value either when one of the n could not be measured: its run diverged, or what
+    was looked for did not come about.
     """
 
     value: float | None
@@ -33,7 +34,7 @@ class Estimate(Settings):
 
     def __str__(self) -> str:
         if self.value is None:
-            return f"not measured (n={self.n}, a run diverged)"
+            return f"not measured in all of n={self.n}"
         if self.low is None or self.high is None:
             return f"{self.value:.3g} (n={self.n}, no interval)"
         return f"{self.value:.3g} [{self.low:.3g}, {self.high:.3g}] (n={self.n})"

@@ -135,7 +135,7 @@ def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
     for at, (method, curves) in enumerate(series.items()):
         _lines(axes, method, curves, label=method, aside=0.1 * (at - 1.5))
     _mark_quarter(axes, depth)
-    little = (section.criteria.quarter_text if task == "Text" else section.criteria.quarter_hops).below
+    little = getattr(section.criteria, "quarter_text" if task == "Text" else "quarter_hops").below
     if little is not None:
         axes.axhline(little, color=plotting.COLOURS["control"], linestyle="--", linewidth=0.8, label="little effect")
     _show(axes, [value for curves in series.values() for curve in curves for value in curve])
