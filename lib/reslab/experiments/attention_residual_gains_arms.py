@@ -62,11 +62,12 @@ def _text_arm(
     *,
     placement: Placement = "pre",
     steps: int | None = None,
+    small_embedding: bool = False,
     **shape: object,
 ) -> Arm:
-    """An arm on text that also chooses the scale of its embedding, where no norm takes it away."""
+    """An arm on text that also chooses how fast its queries learn, and with `small_embedding` that one's scale."""
     scales: dict[str, dict[str, object]] = {"": {}}
-    if placement != "peri":
+    if small_embedding:
         scales["embedding 0.02"] = {"embedding": "gpt2", "norm_eps": SMALL_EPS}
     length = steps or section_of(params).steps
     settings = {
@@ -114,7 +115,7 @@ def text_arms(params: Params) -> list[Arm]:
     """All on text but those whose trained weights are looked into."""
     section = section_of(params)
     main = [
-        _text_arm(params, at_depth(name, depth), depth, _with_queries(params, connection))
+        _text_arm(params, at_depth(name, depth), depth, _with_queries(params, connection), small_embedding=True)
         for depth in section.depths
         for name, connection in main_methods(params).items()
     ]
