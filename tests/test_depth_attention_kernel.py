@@ -291,3 +291,25 @@ def test_no_stack_of_the_sources_is_saved() -> None:
 def test_wrong_input_is_refused(query: Tensor, sources: list[Tensor], message: str) -> None:
     with pytest.raises(UserError, match=message):
         depth_attention(query, sources)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gain": torch.ones(5, 8)}, r"gain is \[5, 8\], sources have width 8"),
+        ({"gain": torch.ones(1)}, r"gain is \[1\], sources have width 8"),
+        ({"gain": torch.ones(8, device="meta")}, "gain is torch.float32 on meta, sources are torch.float32 on cpu"),
+        ({"query": torch.ones(8, device="meta")}, "query is torch.float32 on meta, sources are torch.float32 on cpu"),
+        ({"query": torch.ones(8, dtype=torch.int64)}, "query is torch.int64 on cpu"),
+        ({"eps": -1.0}, "eps is -1.0; give 0 or more"),
+        ({"eps": float("nan")}, "eps is nan; give 0 or more"),
+        ({"sources": torch.ones(3, 4, 8)}, "sources is a Tensor; give a list of tensors"),
+        ({"sources": (torch.ones(4, 8) for _ in range(2))}, "sources is a generator; give a list of tensors"),
+        ({"sources": [torch.ones(())]}, r"sources are \[\]; give \[..., d\] with d of 1 or more"),
+        ({"sources": [torch.ones(4, 0)], "query": torch.ones(0)}, r"sources are \[4, 0\]; give"),
+    ],
+)
+def test_what_a_kernel_would_read_past_is_refused(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"query": torch.ones(8), "sources": [torch.ones(4, 8)] * 3} | change
+    with pytest.raises(UserError, match=message):
+        depth_attention(**given)

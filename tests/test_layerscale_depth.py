@@ -171,13 +171,14 @@ def test_estimates_are_of_the_deepest() -> None:
 
 def test_arms_of_the_cpu_preset() -> None:
     settings = params.preset("cpu")
+    section = settings.claims.layerscale_depth
     decoders = {arm.name: arm.config for arm in claim.decoder_arms(settings)}
-    assert len(decoders) == 4 * 4 + 2
+    assert len(decoders) == 4 * len(section.depths) + 2
     assert decoders["SkipInit, 48 blocks"].model.connection.model_dump()["initial"] == pytest.approx(48**-0.5)
     assert decoders["LayerScale 1e-4, 6 blocks"].model.connection.model_dump()["initial"] == 1e-4
-    assert {config.optimisation.steps for config in decoders.values()} == {80}
+    assert {config.optimisation.steps for config in decoders.values()} == {section.steps}
     images = claim.image_arms(settings)
-    assert len(images) == 3 * 3
+    assert len(images) == 3 * len(section.images.depths)
     assert {arm.config.task.kind for arm in images} == {"digits"}
     assert {getattr(arm.config.model, "weight_init", "") for arm in images} == {"plain"}
     assert {getattr(arm.config.model, "weight_init", "") for arm in claim.decoder_arms(settings)} == {"depth_scaled"}

@@ -75,10 +75,16 @@ COLOURS = {
 
 @contextmanager
 def figure(rows: int, columns: int) -> Iterator[tuple[Figure, np.ndarray]]:
-    """A figure in house style, with its axes as a flat array."""
+    """A figure in house style, with its axes as a flat array.
+
+    Closed for pyplot when the context ends, or notebooks would show it a second time; it can still be shown and saved.
+    """
     with plt.style.context(str(Path(__file__).parent / "house.mplstyle")):
         drawn, axes = plt.subplots(rows, columns, figsize=(3.9 * columns, 3.1 * rows), squeeze=False)
-        yield drawn, axes.ravel()
+        try:
+            yield drawn, axes.ravel()
+        finally:
+            plt.close(drawn)
 
 
 def moving_average(series: Sequence[float], window: int) -> np.ndarray:

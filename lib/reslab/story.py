@@ -10,7 +10,6 @@ from typing import Any
 
 import pandas as pd
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 import reslab
@@ -101,6 +100,5 @@ def publish(finished: Record, drawn: Figure, figures: str | None) -> Path:
     folder = Path(tempfile.mkdtemp(prefix="reslab-")) if figures is None else paths.ROOT / figures
     folder.mkdir(parents=True, exist_ok=True)
     plotting.save(drawn, folder / f"{finished.claim}.png")
-    plt.close(drawn)
     claims.write(finished, folder)
     return folder

@@ -92,6 +92,12 @@ QUESTIONS = {
     "time_full": Question(
         "B7b", "measured", "times pre-norm's", "a training step of Full takes longer ({deepest} blocks)"
     ),
+    "time_block_published": Question(
+        "B7b",
+        "measured",
+        "times pre-norm's",
+        "a training step of Block takes less than 4 % longer, as published ({deepest} blocks)",
+    ),
     "time_growth": Question("B7b", "measured", "exponent", "Full's extra time grows faster than the depth"),
     "time_block": _time_question("grouping in blocks"),
     "time_window": _time_question("a sliding window"),
@@ -393,6 +399,7 @@ def checks_time(params: Params, times: pd.DataFrame, alone: pd.DataFrame) -> lis
     return _judged(
         params,
         time_full=mean_of((1 + deepest[FULL]).tolist()),
+        time_block_published=mean_of((1 + deepest[BLOCK]).tolist()),
         time_growth=mean_of([_growth(one) for _, one in floored.groupby(level="round")]),
         kernel_saves=mean_of((deepest[PLAIN] / deepest[FULL].clip(lower=FLOOR)).tolist()),
         residual_full=mean_of((alone[FULL] / alone["standard"]).tolist()),
@@ -498,7 +505,7 @@ def published(checks: Sequence[Check]) -> list[Published]:
         ("the same of mHC", "34 d", "traffic_mhc"),
         ("the same of Full", "24 d", "traffic_full"),
         ("the same of Block, 8 blocks", "5.5 d", "traffic_block"),
-        ("time of training, Block over the baseline (a cluster of GPUs)", "< 1.04", "time_full"),
+        ("time of training, Block over the baseline (a cluster of GPUs)", "< 1.04", "time_block_published"),
         ("loss of a window of 8 and the embedding minus Full's, 436M parameters", "0.027", "loss_window"),
         ("loss of Block (blocks of 4) minus Full's, 436M parameters", "0.011", "loss_block"),
     ]

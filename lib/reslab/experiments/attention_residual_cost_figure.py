@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from reslab import plotting
 from reslab.comparison import Runs, held_out
-from reslab.experiments.attention_residual_cost import PLAIN, PRENORM, TITLE, at_depths, sizes
+from reslab.experiments.attention_residual_cost import PRENORM, TITLE, at_depths, sizes
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def _draw_time(axes: Axes, times: pd.DataFrame, axis: str, label: str) -> None:
 
 def _draw_memory(axes: Axes, peaks: pd.DataFrame) -> None:
     table = peaks.pivot(index="blocks", columns="arm", values="inference") / 1e6
-    for arm in [str(arm) for arm in table if arm != PLAIN]:
+    for arm in map(str, table):
         axes.plot(table.index, table[arm], "o-", color=plotting.colour(arm), label=arm, markersize=3)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

@@ -204,6 +204,7 @@ class Stack(nn.Module):
     ) -> None:
         super().__init__()
         _require_branches(branches, norm)
+        self.width = width
         config, placement = settings.connection, settings.placement
         sublayers = sum(len(block) for block in branches)
         self.checkpointing = False
@@ -244,6 +245,10 @@ class Stack(nn.Module):
         """
         for name in context.keys() - (self._takes if self._takes is not None else context.keys()):
             raise UserError(f"no sublayer of this stack takes '{name}'; {did_you_mean(name, self._takes or ())}")
+        if x.shape[-1:] != (self.width,) or not x.is_floating_point():
+            raise UserError(
+                f"x is {list(x.shape)} {x.dtype}; this stack takes floating-point numbers [..., {self.width}]"
+            )
         checkpointing = self.checkpointing and torch.is_grad_enabled() and context.get("cache") is None
         start = self.norm_start(x)
         stream = self.ends.start(start if self.stream_dtype is None else start.to(self.stream_dtype))

@@ -35,7 +35,9 @@ def depth_attention(query: Tensor, sources: Sequence[Tensor], eps: float = 1e-6,
     float32 (float64 where the sources are); gradients are the same for any number of threads. A UserError says
     what does not fit.
     """
-    _require(query, sources)
+    _require(query, sources, eps)
+    if gain is not None:
+        _require_vector("gain", gain, sources[0])
     weighted = query if gain is None else query * gain
     shape = sources[0].shape
     if implementation(sources[0]) == "naive":
@@ -45,10 +47,17 @@ def depth_attention(query: Tensor, sources: Sequence[Tensor], eps: float = 1e-6,
     return out.view(shape)
 
 
-def _require(query: Tensor, sources: Sequence[Tensor]) -> None:
+def _require(query: Tensor, sources: Sequence[Tensor], eps: float) -> None:
+    if isinstance(sources, Tensor) or not isinstance(sources, Sequence):
+        raise UserError(
+            f"depth_attention: sources is a {type(sources).__name__}; give a list of tensors [..., d], such as "
+            f"list(stacked)"
+        )
     if not sources:
         raise UserError("depth_attention: there is no source; give at least one")
     first = sources[0]
+    if first.ndim == 0 or first.shape[-1] == 0:
+        raise UserError(f"depth_attention: sources are {list(first.shape)}; give [..., d] with d of 1 or more")
     for number, source in enumerate(sources):
         if (source.shape, source.dtype, source.device) != (first.shape, first.dtype, first.device):
             raise UserError(
@@ -57,8 +66,20 @@ def _require(query: Tensor, sources: Sequence[Tensor]) -> None:
             )
     if not first.is_floating_point():
         raise UserError(f"depth_attention: sources are {first.dtype}; give floating-point ones")
-    if query.shape != first.shape[-1:]:
-        raise UserError(f"depth_attention: query is {list(query.shape)}, sources have width {first.shape[-1]}")
+    if not eps >= 0:
+        raise UserError(f"depth_attention: eps is {eps}; give 0 or more")
+    _require_vector("query", query, first)
+
+
+def _require_vector(name: str, vector: Tensor, source: Tensor) -> None:
+    """[d], floating, and on the sources' device: kernels take its address."""
+    if vector.shape != source.shape[-1:]:
+        raise UserError(f"depth_attention: {name} is {list(vector.shape)}, sources have width {source.shape[-1]}")
+    if vector.device != source.device or not vector.is_floating_point():
+        raise UserError(
+            f"depth_attention: {name} is {vector.dtype} on {vector.device}, sources are {source.dtype} on "
+            f"{source.device}; give a floating-point one there"
+        )
 
 
 def _wide(x: Tensor) -> Tensor:
