@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
+from records import diverged
 from reslab import params, paths
 from reslab.comparison import Runs
 from reslab.experiments import attention_residual_cost as claim
@@ -110,8 +111,7 @@ def test_full_keeps_every_row_without_gradients(settings: Params, measured: tupl
 def test_figure_draws_also_where_a_run_diverged(
     settings: Params, measured: tuple[pd.DataFrame, pd.DataFrame], trained: Runs
 ) -> None:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    broken = {name: [records[0].model_copy(update=lost), *records[1:]] for name, records in trained.items()}
+    broken = {name: [diverged(records[0]), *records[1:]] for name, records in trained.items()}
     alone, bandwidth = claim.residual_alone(settings)
     traffic = claim.traffic_table(settings, alone, bandwidth)
     assert list(traffic) == ["published", "planned", "measured"]

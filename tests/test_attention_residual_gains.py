@@ -11,6 +11,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch import nn
 
+from records import diverged
 from reslab import data, params, paths
 from reslab.comparison import Runs
 from reslab.experiments import attention_residual_gains as claim
@@ -25,7 +26,7 @@ from reslab.params import Params
 from reslab.probes import stacks
 from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from reslab.training import RunRecord, build
+from reslab.training import build
 from variants import decoder, tokens
 
 Seen = dict[str, list[Inside | None]]
@@ -60,12 +61,6 @@ def looked(
 def trained(looked: tuple[Runs, Seen]) -> Runs:
     """A copy that a test may change."""
     return {name: list(records) for name, records in looked[0].items()}
-
-
-def diverged(record: RunRecord) -> RunRecord:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    shorter = {"train_loss": record.train_loss[:3], "gradient_norm": record.gradient_norm[:3], "profile_after": {}}
-    return record.model_copy(update=lost | shorter)
 
 
 # --- the claim ------------------------------------------------------------------------------------

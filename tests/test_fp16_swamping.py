@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
+from records import diverged
 from reslab import data, params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -21,7 +22,7 @@ from reslab.models.decoder import DecoderConfig
 from reslab.params import Params
 from reslab.schema import UserError
 from reslab.sweep import trained_model
-from reslab.training import RunRecord, evaluate, train
+from reslab.training import evaluate, train
 
 SECTION = "fp16_swamping"
 
@@ -49,12 +50,6 @@ def trained(trained_once: Runs) -> Runs:
 @pytest.fixture(scope="module")
 def tables(settings: Params) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     return exact.absorption_curve(settings), exact.accumulation_curve(settings), exact.growth(settings)
-
-
-def diverged(record: RunRecord) -> RunRecord:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    shorter = {"train_loss": record.train_loss[:1], "gradient_norm": record.gradient_norm[:1], "profile_after": {}}
-    return record.model_copy(update=lost | shorter)
 
 
 def trained_checks(settings: Params, trained: Runs) -> list[Check]:

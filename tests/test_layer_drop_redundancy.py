@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 
+from records import diverged
 from reslab import data, params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -95,11 +96,6 @@ def test_arms_share_their_seeds_and_the_common_baseline(settings: Params, done: 
     [shared] = [arm for arm in claim.text_arms(cpu) if arm.name == "text: add"]
     assert shared.config == decoder_run(cpu, section.text.depth)
     assert shared.rates == cpu.claims.no_residual_collapse.learning_rates
-
-
-def diverged(record: RunRecord) -> RunRecord:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    return record.model_copy(update=lost | {"train_loss": record.train_loss[:3], "profile_after": {}})
 
 
 def with_diverged(settings: Params, run: Experiment, arm: str) -> Experiment:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 
+from records import diverged
 from reslab import data, params, paths, sweep
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -20,7 +21,7 @@ from reslab.opening import branch_shares, set_scales
 from reslab.params import Params
 from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from reslab.training import RunRecord, evaluate, train_model
+from reslab.training import evaluate, train_model
 
 SECTION = "layerscale_depth"
 
@@ -70,12 +71,6 @@ def closed(settings: Params) -> pd.DataFrame:
 def trained(trained_once: Runs) -> Runs:
     """A copy that a test may change."""
     return {name: list(records) for name, records in trained_once.items()}
-
-
-def diverged(record: RunRecord) -> RunRecord:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    shorter = {"train_loss": record.train_loss[:3], "gradient_norm": record.gradient_norm[:3], "profile_after": {}}
-    return record.model_copy(update=lost | shorter)
 
 
 def by_name(checks: list[Check]) -> dict[str, Check]:

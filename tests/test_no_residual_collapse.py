@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
+from records import diverged
 from reslab import params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -15,7 +15,6 @@ from reslab.experiments import no_residual_collapse as claim
 from reslab.experiments import no_residual_collapse_figure as figure
 from reslab.params import Params
 from reslab.schema import UserError
-from reslab.training import RunRecord
 
 TRAINED = (claim.checks_loss, claim.checks_stream, claim.checks_oscillation)
 
@@ -38,12 +37,6 @@ def trained_once(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> 
 def trained(trained_once: Runs) -> Runs:
     """A copy that a test may change."""
     return {name: list(records) for name, records in trained_once.items()}
-
-
-def diverged(record: RunRecord) -> RunRecord:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    shorter = {"train_loss": record.train_loss[:3], "gradient_norm": record.gradient_norm[:3], "profile_after": {}}
-    return record.model_copy(update=lost | shorter)
 
 
 def all_checks(settings: Params, trained: Runs) -> list[Check]:

@@ -10,6 +10,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch.nn import functional as F
 
+from records import diverged
 from reslab import params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -56,12 +57,6 @@ def trained(ran_once: tuple[Tried, Runs]) -> Runs:
 @pytest.fixture(scope="module")
 def initial(settings: Params) -> pd.DataFrame:
     return claim.measures(settings)
-
-
-def diverged(record: RunRecord) -> RunRecord:
-    lost: dict[str, Any] = {"outcome": "diverged", "validation_loss": None, "test_loss": None, "test_accuracy": None}
-    shorter = {"train_loss": record.train_loss[:3], "gradient_norm": record.gradient_norm[:3], "profile_after": {}}
-    return record.model_copy(update=lost | shorter)
 
 
 def made(record: RunRecord, outcome: str, test_loss: float = 2.5, jump: bool = False) -> RunRecord:
