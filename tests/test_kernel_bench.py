@@ -11,7 +11,7 @@ import torch
 from matplotlib.image import imread
 from torch import Tensor
 
-from reslab import cli, kernel_bench, kernel_bench_reads, paths, timing
+from reslab import cli, kernel_bench, kernel_bench_figure, kernel_bench_reads, paths, plotting, timing
 from reslab.kernel_bench import COLUMNS, SIZES
 from reslab.kernel_bench_reads import Implementation, Problem
 from reslab.residuals.depth_attention import AttnResOptions
@@ -233,3 +233,18 @@ def test_the_first_kernel_leaves_pytorchs_threads_alone() -> None:
         "assert torch.get_num_threads() == 1, torch.get_num_threads()\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": str(paths.ROOT / "lib")})
+
+
+def test_an_op_is_drawn_at_the_median_of_its_whole_time() -> None:
+    """Not at the sum of two medians, which noise of two modes puts elsewhere; quartiles are of the whole."""
+    row = {"what": "op", "device": "cpu", "sublayers": 8, "tokens": 4, "width": 16, "threads": 1, "modelled_bytes": 1e6}
+    row |= {"ratio_low": 0.9, "ratio_high": 1.1}
+    quiet = {"forward_ms": 4.0, "backward_ms": 6.0, "share_of_bandwidth": 0.5}  # 2e8 bytes a second at full bandwidth
+    torn = {"forward_ms": 4.0, "backward_ms": 6.0, "share_of_bandwidth": 0.25}
+    rows = [row | quiet | {"implementation": name} for name in ("naive", "numba")]
+    ops = pd.DataFrame([*rows, row | torn | {"implementation": "compiled"}])
+    assert kernel_bench_figure._bandwidth(ops) == pytest.approx(2e8)
+    with plotting.figure(1, 1) as (_, axes):
+        kernel_bench_figure._draw_reads(axes[0], ops, "cpu")
+        drawn = {each.get_label(): float(each.lines[0].get_ydata()[0]) for each in axes[0].containers}
+    assert drawn == pytest.approx({"naive": 10, "numba": 10, "compiled": 20})

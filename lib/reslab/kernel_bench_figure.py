@@ -51,15 +51,25 @@ def draw(rows: pd.DataFrame) -> Figure:
     return drawn
 
 
+def _bandwidth(ops: pd.DataFrame) -> float:
+    """Of reading, in bytes a second, by which shares were taken: all of one measurement have the same.
+
+    `share_of_bandwidth` has the median time of forward and backward together, whose quartiles the table has too; the
+    sum of their two medians may lie beside it, where noise has two modes, but for few of the rows.
+    """
+    whole = (ops["forward_ms"] + ops["backward_ms"]) / 1e3
+    return float((ops["modelled_bytes"] / whole / ops["share_of_bandwidth"]).median())
+
+
 def _draw_reads(axes: Axes, ops: pd.DataFrame, where: str) -> None:
     """Forward and backward over the bytes modelled, on the most threads, with the time that reading them takes."""
     threads = int(ops["threads"].max())
     rows = ops[ops["threads"] == threads].sort_values("modelled_bytes")
-    rows["whole"] = rows["forward_ms"] + rows["backward_ms"]
     shapes = list(zip(rows["sublayers"], rows["tokens"], rows["width"], strict=True))
     places = list(dict.fromkeys(shapes))
     rows["at"] = [places.index(shape) for shape in shapes]
-    bandwidth = (rows["modelled_bytes"] / (rows["whole"] / 1e3) / rows["share_of_bandwidth"]).median()
+    bandwidth = _bandwidth(rows)
+    rows["whole"] = rows["modelled_bytes"] / rows["share_of_bandwidth"] / bandwidth * 1e3
     each = rows.drop_duplicates("at")
     grey = plotting.COLOURS["control"]
     axes.plot(each["at"], each["modelled_bytes"] / bandwidth * 1e3, ":_", color=grey, label="moving these bytes once")

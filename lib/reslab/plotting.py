@@ -1,8 +1,10 @@
 """House style: the same colour for the same method in every figure, and files that are equal byte for byte."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -10,7 +12,11 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "colour", "figure", "moving_average", "save", "seed_lines"]
+from reslab.stats import mean_of
+
+__all__ = ["COLOURS", "colour", "figure", "interval", "moving_average", "save", "seed_lines", "title"]
+
+Colour = tuple[float, ...]
 
 _PALETTE = sns.color_palette("colorblind", 10)
 COLOURS = {
@@ -87,6 +93,40 @@ def figure(rows: int, columns: int) -> Iterator[tuple[Figure, np.ndarray]]:
             plt.close(drawn)
 
 
+def title(drawn: Figure, text: str, scale: str) -> None:
+    """The figure's title; at smoke scale it says that nothing here is meaningful."""
+    mark = " (smoke scale: not meaningful)" if scale == "smoke" else ""
+    drawn.suptitle(text + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+
+
+def interval(
+    axes: Axes,
+    at: float,
+    values: Sequence[float],
+    colour: Colour,
+    *,
+    marker: str = "o",
+    size: float = 4.0,
+    width: float = 5.0,
+    sideways: bool = False,
+) -> None:
+    """Seeds as dots and the 95 % interval of their mean as a bar, at `at` of the other axis.
+
+    `size` of the dots and `width` of the bar are in points. Values that are not finite have no dot, and then there is
+    no bar either.
+    """
+    mean = mean_of(values)
+    dots = [value for value in values if math.isfinite(value)]
+
+    def draw(along: Sequence[float], **style: Any) -> None:
+        across = [at] * len(along)
+        axes.plot(*((along, across) if sideways else (across, along)), color=colour, **style)
+
+    if mean.low is not None and mean.high is not None:
+        draw([mean.low, mean.high], linewidth=width, alpha=0.3, solid_capstyle="butt")
+    draw(dots, marker=marker, markersize=size, linestyle="none")
+
+
 def moving_average(series: Sequence[float], window: int) -> np.ndarray:
     """Mean over the last `window` values, or as many as there are."""
     values = np.asarray(series, dtype=float)
@@ -97,7 +137,7 @@ def moving_average(series: Sequence[float], window: int) -> np.ndarray:
     return averaged
 
 
-def colour(name: str) -> tuple[float, ...]:
+def colour(name: str) -> Colour:
     """The method's colour; a method without one of its own gets one by its name."""
     return COLOURS.get(name, _PALETTE[sum(map(ord, name)) % len(_PALETTE)])
 

@@ -8,10 +8,11 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from reslab import plotting
 from reslab.comparison import Runs, held_out
-from reslab.experiments.attention_residual_cost import PRENORM, TITLE, at_depths, sizes
+from reslab.experiments.attention_residual_cost import KEYS, PRENORM, TITLE, at_depths, sizes
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:
@@ -35,8 +36,7 @@ def draw(params: Params, times: pd.DataFrame, peaks: pd.DataFrame, traffic: pd.D
         _draw_traffic(axes[4], traffic, params.claims.attention_residual_cost.residual.sublayers)
         _draw_pareto(axes[5], params, at_depths(params, times), trained)
         axes[0].legend(fontsize=7)
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
 
 
@@ -62,12 +62,13 @@ def _draw_time(axes: Axes, times: pd.DataFrame, axis: str, label: str) -> None:
 def _draw_memory(axes: Axes, peaks: pd.DataFrame) -> None:
     table = peaks.pivot(index="blocks", columns="arm", values="inference") / 1e6
     for arm in map(str, table):
-        axes.plot(table.index, table[arm], "o-", color=plotting.colour(arm), label=arm, markersize=3)
+        style = "--" if arm == KEYS else "-"  # which keeps as much as Full
+        axes.plot(table.index, table[arm], style, marker="o", color=plotting.colour(arm), markersize=3)
     axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set_xticks(table.index, [str(blocks) for blocks in table.index])
     axes.set(title="Memory without gradients", xlabel="depth (blocks)", ylabel="peak beyond the weights (MB)")
-    axes.legend(fontsize=7)
 
 
 def _draw_traffic(axes: Axes, table: pd.DataFrame, sublayers: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -36,22 +35,8 @@ def draw(params: Params, trained: Runs, seen: Seen) -> Figure:
         _draw_profiles(axes[3], seen)
         _draw_weights(axes[4], seen)
         _draw_elsewhere(axes[5], params, trained)
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
-
-
-def _interval(axes: Axes, values: Sequence[float], at: float, colour: Colour, *, sideways: bool = False) -> None:
-    """Seeds as dots and their 95 % interval as a bar, at a place on the other axis; diverged seeds are left out."""
-    mean = mean_of(values)
-    finite = [value for value in values if np.isfinite(value)]
-    if mean.low is not None and mean.high is not None:
-        ends, places = [mean.low, mean.high], [at, at]
-        across, along = (ends, places) if sideways else (places, ends)
-        axes.plot(across, along, color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
-    dots = [at] * len(finite)
-    across, along = (finite, dots) if sideways else (dots, finite)
-    axes.plot(across, along, "o", color=colour, markersize=4)
 
 
 def _zero(axes: Axes, *, sideways: bool = False) -> None:
@@ -70,7 +55,7 @@ def _draw_gain_by_depth(axes: Axes, params: Params, trained: Runs) -> None:
         means = [mean_of(values).value for values in by_depth.values()]
         axes.plot(places, [np.nan if m is None else m for m in means], color=plotting.colour(method), label=method)
         for place, values in zip(places, by_depth.values(), strict=True):
-            _interval(axes, values, place, plotting.colour(method))
+            plotting.interval(axes, place, values, plotting.colour(method))
     _zero(axes)
     axes.set_xscale("log")
     axes.set_xticks(section.depths, [str(depth) for depth in section.depths])
@@ -97,9 +82,8 @@ def _draw_methods(axes: Axes, params: Params, trained: Runs) -> None:
     ]
     for at, (_, method, depth) in enumerate(rows):
         baseline, ours = held_out(trained[at_depth("Pre-LN", depth)]), held_out(trained[at_depth(method, depth)])
-        _interval(
-            axes, [a - b for a, b in zip(baseline, ours, strict=True)], at, plotting.colour(method), sideways=True
-        )
+        gains = [a - b for a, b in zip(baseline, ours, strict=True)]
+        plotting.interval(axes, at, gains, plotting.colour(method), sideways=True)
     _zero(axes, sideways=True)
     axes.set_yticks(range(len(rows)), [f"{label} ({depth})" for label, _, depth in rows])
     axes.set(title="Gain over Pre-LN (at so many blocks)", xlabel="test loss gained (nats per byte)")
@@ -112,7 +96,7 @@ def _draw_compute(axes: Axes, table: pd.DataFrame, params: Params, trained: Runs
         costs = rows["relative_cost"] * rows["depth"].map(standard)
         axes.plot(rows["flops"], rows["test_loss"].astype(float), "o-", color=colour, label=method)
         for flops, depth in zip(rows["flops"], rows["depth"], strict=True):
-            _interval(axes, held_out(trained[at_depth(method, depth)]), flops, colour)
+            plotting.interval(axes, flops, held_out(trained[at_depth(method, depth)]), colour)
         if method != "Pre-LN":
             axes.plot(costs, rows["test_loss"].astype(float), "o--", color=colour, markerfacecolor="white")
     axes.plot([], [], "o--", color="black", markerfacecolor="white", label="by modelled cost")
@@ -174,12 +158,12 @@ def _draw_elsewhere(axes: Axes, params: Params, trained: Runs) -> None:
         ("pointers: Full", found["hops_full"], "Full"),
     ]
     for at, (_, values, method) in enumerate(rows):
-        _interval(axes, values, at, plotting.colour(method), sideways=True)
+        plotting.interval(axes, at, values, plotting.colour(method), sideways=True)
     _zero(axes, sideways=True)
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(
-        title=f"Full elsewhere, text at {section.middle} blocks",
+        title=f"Elsewhere (text: {section.middle} blocks)",
         xlabel="nats gained; grey: lost without",
     )

@@ -15,7 +15,6 @@ from reslab.comparison import Runs, held_out
 from reslab.experiments.fp16_swamping import TITLE
 from reslab.experiments.fp16_swamping_arms import ALONE, ORDINARY, STREAMS, forced_name, spread_name
 from reslab.experiments.fp16_swamping_exact import LOW, METHODS, STREAM_FORMATS
-from reslab.stats import mean_of
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -42,8 +41,7 @@ def draw(
         _draw_losses(axes[3], params, trained, recipe)
         _draw_costs(axes[4], params, trained)
         _draw_ratios(axes[5], params, ratios)
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
 
 
@@ -130,13 +128,13 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs, recipe: pd.DataFrame
     for size in (section.update, section.large):
         for stream in STREAMS:
             if (name := forced_name(params, size, stream)) in trained:
-                _dots(axes, at, held_out(trained[name]), stream)
+                plotting.interval(axes, at, held_out(trained[name]), plotting.colour(stream))
                 ticks.append(at)
                 labels.append(f"{stream}")
                 at += 1
         at += 0.6
     for name in ("fp16", "bf16"):
-        _dots(axes, at, recipe[recipe["format"] == name]["scaled back"].tolist(), name)
+        plotting.interval(axes, at, recipe[recipe["format"] == name]["scaled back"].tolist(), plotting.colour(name))
         ticks.append(at)
         labels.append(name)
         at += 1
@@ -157,21 +155,6 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs, recipe: pd.DataFrame
     axes.set(title="Forced ratios: held-out loss", ylabel="nats per byte (test)", xlabel="how the stream is kept")
 
 
-def _dots(axes: Axes, at: float, values: list[float], colour: str) -> None:
-    """One dot a seed and the 95 % interval of the mean."""
-    mean = mean_of(values)
-    if mean.low is not None and mean.high is not None:
-        axes.plot(
-            [at, at],
-            [mean.low, mean.high],
-            color=plotting.colour(colour),
-            linewidth=5,
-            alpha=0.3,
-            solid_capstyle="butt",
-        )
-    axes.plot([at] * len(values), values, "o", color=plotting.colour(colour), markersize=4)
-
-
 def _draw_costs(axes: Axes, params: Params, trained: Runs) -> None:
     """Held-out loss less that of the FP32 stream, paired by seed."""
     section = params.claims.fp16_swamping
@@ -185,7 +168,7 @@ def _draw_costs(axes: Axes, params: Params, trained: Runs) -> None:
     pairs.append(("ordinary", ORDINARY["bf16"], ORDINARY["fp32"], "bf16"))
     for at, (_, ours, theirs, stream) in enumerate(pairs):
         differences = np.subtract(held_out(trained[ours]), held_out(trained[theirs]))
-        _dots(axes, at, differences.tolist(), stream)
+        plotting.interval(axes, at, differences.tolist(), plotting.colour(stream))
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.axhspan(-0.05, 0.05, color=GREY, alpha=0.15, linewidth=0, label="about the same")
     labels = [f"{place} {stream}" for place, _, _, stream in pairs]

@@ -39,8 +39,7 @@ def draw(
         _draw_methods(axes[3], params, {name: found[text_name(name)] for name in methods(params)}, "Text")
         _draw_methods(axes[4], params, {name: found[hops_name(name)] for name in HOPS_METHODS}, "Pointer chasing")
         _draw_healing(axes[5], params, after)
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
 
 
@@ -74,13 +73,12 @@ def _lines(
 ) -> None:
     """A dot a seed, and the mean over seeds with its 95 % interval; at `first`, `first` + 1, ..., moved `aside`."""
     colour, xs = plotting.colour(name), np.arange(len(series[0])) + first + aside
-    means = [mean_of(values) for values in zip(*series, strict=True)]
-    centre = [np.nan if mean.value is None else mean.value for mean in means]
+    columns = list(zip(*series, strict=True))
+    means = [mean_of(values).value for values in columns]
+    centre = [np.nan if mean is None else mean for mean in means]
     axes.plot(xs, centre, color=colour, linestyle=style, linewidth=1.2, label=label)
-    for values in series:
-        axes.plot(xs, values, ".", color=colour, markersize=2.5)
-    low, high = ([np.nan if (end := getattr(m, side)) is None else end for m in means] for side in ("low", "high"))
-    axes.vlines(xs, low, high, color=colour, linewidth=2.5, alpha=0.25)
+    for x, values in zip(xs, columns, strict=True):
+        plotting.interval(axes, x, values, colour, size=1.5, width=2.5)
 
 
 def _show(axes: Axes, values: Iterable[float]) -> None:
@@ -151,9 +149,7 @@ def _draw_healing(axes: Axes, params: Params, after: Mapping[str, Sequence[Heale
         for pair in zip(*costs, strict=True):
             axes.plot(places, pair, "o-", color=colour, linewidth=0.8, markersize=4)
         for place, values in zip(places, costs, strict=True):
-            mean = mean_of(values)
-            if mean.low is not None and mean.high is not None:
-                axes.vlines(place, mean.low, mean.high, color=colour, linewidth=5, alpha=0.25)
+            plotting.interval(axes, place, values, colour)
     _show(
         axes, [model.cost(healed=healed) for models in after.values() for model in models for healed in (False, True)]
     )

@@ -44,8 +44,7 @@ def draw(params: Params, chis: pd.DataFrame, opened: pd.DataFrame, trained: Runs
         _draw_jacobian(axes[3], chis)
         _draw_opening(axes[4], params, opened)
         _draw_scales(axes[5], params, opened)
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
 
 
@@ -71,13 +70,17 @@ def _draw_gains_of(axes: Axes, method: str, number: int, gains: dict[int, list[f
     """One method's seeds, means and intervals, a little to the side of the others'."""
     colour = plotting.colour(method)
     at = [depth * 1.06 ** (number - 1) for depth in gains]
-    means = [mean_of(values) for values in gains.values()]
-    for x, values, mean in zip(at, gains.values(), means, strict=True):
-        axes.plot([x] * len(values), values, MARKERS[method], color=colour, markersize=3.5, alpha=0.6)
-        if mean.low is not None and mean.high is not None:
-            axes.plot([x, x], [mean.low, mean.high], color=colour, linewidth=4, alpha=0.25, solid_capstyle="butt")
-    values = [np.nan if mean.value is None else mean.value for mean in means]
-    axes.plot(at, values, color=colour, marker=MARKERS[method], markersize=5, label=method)
+    for x, values in zip(at, gains.values(), strict=True):
+        plotting.interval(axes, x, values, colour, marker=MARKERS[method], size=3.5)
+    means = [mean_of(values).value for values in gains.values()]
+    axes.plot(
+        at,
+        [np.nan if mean is None else mean for mean in means],
+        color=colour,
+        marker=MARKERS[method],
+        markersize=5,
+        label=method,
+    )
 
 
 def _draw_thousand(axes: Axes, params: Params, trained: Runs) -> None:

@@ -18,7 +18,6 @@ from reslab.experiments.no_residual_collapse import (
     plateau,
     skip_name,
 )
-from reslab.stats import mean_of
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -38,8 +37,7 @@ def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
             axes[5], trained, "gradient_norm", "Trained: gradients do not pass", "gradient norm of the stream"
         )
         axes[5].set_yscale("log")
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
 
 
@@ -59,12 +57,8 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
 def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
     skips = params.claims.no_residual_collapse.skips
     for at, weight in enumerate(skips):
-        losses = held_out(trained[skip_name(weight)])
-        mean = mean_of(losses)
-        colour = plotting.colour(skip_name(weight))
-        if mean.low is not None and mean.high is not None:
-            axes.plot([at, at], [mean.low, mean.high], color=colour, linewidth=5, alpha=0.3, solid_capstyle="butt")
-        axes.plot([at] * len(losses), losses, "o", color=colour, markersize=4)
+        name = skip_name(weight)
+        plotting.interval(axes, at, held_out(trained[name]), plotting.colour(name))
     entropy = trained[skip_name(0)][0].context_free_loss
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":")
     axes.set_xticks(range(len(skips)), [f"{weight:g}" for weight in skips])

@@ -42,8 +42,7 @@ def draw(params: Params, initial: pd.DataFrame, tried: Grid, trained: Runs) -> F
         _draw_streams(axes[3], params, tried)
         _draw_gradients(axes[4], initial)
         _draw_turns(axes[5], params, tried, trained)
-        mark = " (smoke scale: not meaningful)" if params.scale == "smoke" else ""
-        drawn.suptitle(TITLE + mark, fontsize=12, fontweight="bold", x=0.01, ha="left")
+        plotting.title(drawn, TITLE, params.scale)
     return drawn
 
 

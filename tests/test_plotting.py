@@ -1,0 +1,45 @@
+"""House style: what figures of different claims have in common."""
+
+import math
+
+import pytest
+from matplotlib import pyplot as plt
+
+from reslab import plotting
+from reslab.stats import mean_of
+
+VALUES = [1.0, 2.0, 4.0]
+
+
+@pytest.mark.parametrize("sideways", [False, True])
+def test_interval_is_that_of_the_mean_with_a_dot_a_seed(sideways: bool) -> None:
+    with plotting.figure(1, 1) as (_, axes):
+        plotting.interval(axes[0], 7, VALUES, plotting.colour("Full"), sideways=sideways)
+        bar, dots = ([list(line.get_xdata()), list(line.get_ydata())] for line in axes[0].lines)
+    across, along = (1, 0) if sideways else (0, 1)
+    mean = mean_of(VALUES)
+    assert (bar[across], bar[along]) == ([7, 7], [mean.low, mean.high])
+    assert (dots[across], dots[along]) == ([7, 7, 7], VALUES)
+
+
+def test_interval_leaves_out_what_was_not_measured() -> None:
+    """A dot for each seed that was, and no bar."""
+    with plotting.figure(1, 1) as (_, axes):
+        plotting.interval(axes[0], 0, [1.0, math.nan, 2.0], plotting.colour("Full"))
+        [dots] = axes[0].lines
+    assert list(dots.get_ydata()) == [1, 2]
+
+
+@pytest.mark.parametrize(("scale", "shown"), [("cpu", "A claim"), ("smoke", "A claim (smoke scale: not meaningful)")])
+def test_title_marks_smoke_scale(scale: str, shown: str) -> None:
+    with plotting.figure(1, 2) as (drawn, _):
+        plotting.title(drawn, "A claim", scale)
+    assert drawn.get_suptitle() == shown
+
+
+def test_a_figure_is_closed_but_can_still_be_drawn() -> None:
+    """Open ones are shown a second time by notebooks."""
+    with plotting.figure(1, 1) as (drawn, _):
+        pass
+    assert drawn.number not in plt.get_fignums()
+    drawn.canvas.draw()
