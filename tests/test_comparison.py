@@ -96,6 +96,7 @@ def test_rates_are_chosen_at_their_own_seed_and_length(tiny: RunConfig, monkeypa
     choose_rates([arm(tiny, "one", 4, (0.1, 0.01))], SWEEP, ALONE)
     assert [(c.seed, c.optimisation.steps, c.learning_rate) for c in sweep.asked] == [(99, 5, 0.01), (99, 5, 0.1)]
     assert {c.optimisation.batch for c in sweep.asked} == {4}
+    assert all(c.validation_only for c in sweep.asked)
 
 
 def test_arms_are_trained_in_full_at_their_rates(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,6 +83,14 @@ def test_record_holds_every_step(tiny: RunConfig) -> None:
     assert {measure: len(values) for measure, values in record.profile_after.items()} == places | between
 
 
+def test_run_for_choosing_a_rate_measures_its_validation_loss_alone(tiny: RunConfig) -> None:
+    full, short = train(tiny), train(at(tiny, validation_only=True))
+    assert (short.validation_loss, short.train_loss) == (full.validation_loss, full.train_loss)
+    assert short.outcome == full.outcome
+    assert (short.test_loss, short.test_accuracy) == (None, None)
+    assert short.profile_before == short.profile_after == {}
+
+
 def test_digits_run_is_deterministic(tiny: RunConfig) -> None:
     net = ResNetConfig(channels=2, depth=1, classes=10)
     config = at(with_recipe(tiny, batch=32, steps=4), task=DigitsConfig(), model=net)

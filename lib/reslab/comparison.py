@@ -74,7 +74,8 @@ def choose_rates(arms: Sequence[Arm], sweep: RateSweep, execution: Execution) ->
     """
     trials = [(arm, setting, rate) for arm in arms for setting in arm.candidates for rate in sorted(arm.rates)]
     configs = [arm.at(rate, sweep.seed, sweep.steps, setting) for arm, setting, rate in trials]
-    records = run_all(configs, execution, "choosing learning rates")
+    shortened = [config.model_copy(update={"validation_only": True}) for config in configs]
+    records = run_all(shortened, execution, "choosing learning rates")
     table = pd.DataFrame(
         {
             "arm": [arm.name for arm, _, _ in trials],

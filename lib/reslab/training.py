@@ -126,6 +126,8 @@ class RunConfig(Settings):
     learning_rate: float = Field(gt=0)
     seed: int = Field(ge=0)
     device: Device
+    validation_only: bool = False
+    """Measure the validation loss alone, no test loss and no profile of the stream: for choosing learning rates."""
 
     @model_validator(mode="after")
     def _model_suits_task(self) -> "RunConfig":
@@ -154,7 +156,9 @@ class RunConfig(Settings):
 
 
 class RunRecord(Settings):
-    """What a run leaves behind; `None` where a run diverged before it could be measured. `outcome`: see `Outcome`.
+    """What a run leaves behind; `None` where a run diverged before it could be measured, or was not to be measured.
+
+    `outcome`: see `Outcome`.
 
     Losses are in nats, or mean square errors where the task asks for values; these have no accuracy.
     """
@@ -174,7 +178,7 @@ class RunRecord(Settings):
     profile_before: dict[str, tuple[float | None, ...]]
     """`stream_profile` of the initial weights; None where a value is not finite."""
     profile_after: dict[str, tuple[float | None, ...]]
-    """The same after training; empty where the run diverged."""
+    """The same after training; empty where the run diverged. Both are empty with `validation_only`."""
 
 
 def build(config: ModelConfig, seed: int) -> Model:
@@ -241,7 +245,7 @@ def train_model(
     torch.set_num_threads(config.device.threads)
     task = data.load(config.task)
     model = build(config.model, config.seed).to(config.device.kind)
-    before = _profile(config, task, model)
+    before = {} if config.validation_only else _profile(config, task, model)
     losses: list[float] = []
     norms: list[float | None] = []
     for step, (loss, norm) in enumerate(optimisation_steps(config, task, model)):
@@ -252,7 +256,8 @@ def train_model(
         report(step, loss)
     finished = len(losses) == config.optimisation.steps
     validation = evaluate(config, task, model, "validation") if finished else None
-    test = evaluate(config, task, model, "test") if finished else None
+    full = finished and not config.validation_only
+    test = evaluate(config, task, model, "test") if full else None
     record = RunRecord(
         config=config,
         outcome=_outcome(validation, task.context_free_loss),
@@ -264,7 +269,7 @@ def train_model(
         test_loss=test and test[0],
         test_accuracy=test and test[1],
         profile_before=before,
-        profile_after=_profile(config, task, model) if validation else {},
+        profile_after=_profile(config, task, model) if full and validation else {},
     )
     return record, model
 
