@@ -195,7 +195,7 @@ def test_nothing_reruns_without_a_change(settled: clones.Clone) -> None:
 
 
 def test_how_runs_are_spread_reruns_nothing(settled: clones.Clone) -> None:
-    settled.change("execution.workers", 1)
+    settled.change("execution.workers", 2)
     assert _reran(settled) == []
 
 

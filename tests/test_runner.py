@@ -387,7 +387,7 @@ def test_runner_ends_with_a_dvc_that_is_killed_while_it_still_imports(hanging: c
 SWEEP = """
 from reslab import params, sweep
 from reslab.experiments import no_residual_collapse as claim
-settings = params.load("smoke", {"optimisation": {"steps": 100000}})
+settings = params.load("smoke", {"optimisation": {"steps": 100000}, "execution": {"workers": 2}})
 configs = [arm.at(1e-3, seed) for arm in claim.arms(settings) for seed in (0, 1)]
 sweep.run_all(configs, settings.execution, "sweep")
 """
