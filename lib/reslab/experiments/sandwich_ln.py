@@ -113,7 +113,7 @@ QUESTIONS = {
     "harm_pre": Question(
         "A5.2b", "trained", "nats per byte lost", "foreign branches of {factor:g} times the size harm Pre-LN"
     ),
-    "harm_sandwich": Question("A5.2b", "trained", "nats per byte lost", "they do not harm Sandwich-LN"),
+    "harm_sandwich": Question("A5.2b", "control", "nats per byte lost", "the second norm hides them in training, too"),
     "gain_ordinary": Question(
         "A5.2b",
         "trained",

@@ -97,9 +97,9 @@ def _draw_rates(axes: Axes, params: Params, tried: Grid) -> None:
     axes.set_yticks([2, 3, 5, 10, 20], ["2", "3", "5", "10", "20"])
     axes.minorticks_off()
     axes.set(
-        title=f"Which rates are borne? ({section.small_depth} blocks, {section.stability.steps} steps)",
+        title=f"Rates that are borne, {section.small_depth} blocks",
         xlabel="peak learning rate",
-        ylabel="nats per byte (validation)",
+        ylabel=f"nats per byte after {section.stability.steps} steps",
     )
     axes.legend()
 
