@@ -15,6 +15,7 @@ from reslab.comparison import Runs
 from reslab.experiments import sandwich_ln as claim
 from reslab.experiments import sandwich_ln_exact as exact
 from reslab.experiments import sandwich_ln_figure as figure
+from reslab.experiments.runs import decoder_run
 from reslab.experiments.sandwich_ln_mismatch import Mismatched, is_foreign
 from reslab.flops import norm_flops
 from reslab.models.decoder import Decoder, DecoderConfig
@@ -158,8 +159,8 @@ def logits(config: RunConfig, tokens: torch.Tensor) -> torch.Tensor:
 def test_without_a_factor_it_is_the_placement_itself(settings: Params, norm: str | None, placement: Any) -> None:
     tokens = torch.arange(8).view(1, 8)
     same = ConnectionConfig("mismatched", factor=1.0, norm=norm)
-    ours = claim.decoder_run(settings, 4, same)
-    assert torch.equal(logits(ours, tokens), logits(claim.decoder_run(settings, 4, placement=placement), tokens))
+    ours = decoder_run(settings, 4, same)
+    assert torch.equal(logits(ours, tokens), logits(decoder_run(settings, 4, placement=placement), tokens))
 
 
 def test_the_factor_is_on_foreign_updates_and_inside_the_norm() -> None:
@@ -180,7 +181,7 @@ def test_the_factor_is_on_foreign_updates_and_inside_the_norm() -> None:
 
 def test_runs_with_foreign_branches_are_named_by_its_code(settings: Params, monkeypatch: pytest.MonkeyPatch) -> None:
     run = next(arm.config for arm in claim.arms(settings) if arm.name.endswith("foreign branches"))
-    ordinary = claim.decoder_run(settings, 2)
+    ordinary = decoder_run(settings, 2)
     assert sweep._outside(run) is Mismatched  # so that workers get to know it
     assert sweep._outside(ordinary) is None
     names = sweep.run_name(run), sweep.run_name(ordinary)
@@ -197,7 +198,7 @@ def test_arms_of_the_cpu_preset() -> None:
     configs = {arm.name: arm.config for arm in claim.arms(settings)}
     assert len(configs) == 8
     for depth in (6, 12):
-        assert configs[f"Pre-LN, {depth} blocks"] == claim.decoder_run(settings, depth)
+        assert configs[f"Pre-LN, {depth} blocks"] == decoder_run(settings, depth)
     foreign = configs["Sandwich-LN, 6 blocks, foreign branches"].model
     assert foreign.connection.model_dump() == {"kind": "mismatched", "factor": 30.0, "norm": "layernorm", "eps": 1e-5}
     assert foreign.placement == "pre"
