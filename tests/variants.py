@@ -48,7 +48,10 @@ VARIANTS: dict[str, ConnectionConfig] = {
     "attnres stride heads keys": ConnectionConfig("attnres", stride=2, heads=2, key_rank=4, key_norm=False),
 }
 
-assert {config.kind for config in VARIANTS.values()} == set(CONNECTIONS)
+LIBRARY = {name for name, kind in CONNECTIONS.items() if kind.__module__.startswith("reslab.residuals.")}
+"""The kinds of the library; a claim may register one of its own."""
+
+assert {config.kind for config in VARIANTS.values()} == LIBRARY
 
 SAMPLE = [
     VARIANTS[name]

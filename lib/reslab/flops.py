@@ -7,7 +7,7 @@ from reslab.models.decoder import DecoderConfig
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.schema import UserError
 
-__all__ = ["forward_flops", "modelled_cost", "stream_traffic", "training_flops"]
+__all__ = ["forward_flops", "modelled_cost", "norm_flops", "stream_traffic", "training_flops"]
 
 ELEMENTWISE = ("none", "add", "weighted_skip", "scaled", "rezero", "skipinit", "layerscale", "rescaled")
 """Connections that multiply no matrices and sum over no sources: nothing is counted for them."""
@@ -49,6 +49,16 @@ def _options(config: DecoderConfig) -> AttnResOptions | None:
     if options.query == "input" or options.key_rank or options.value_rank:
         raise UserError("operations of input queries and of low-rank keys or values are not counted; leave them out")
     return options
+
+
+def norm_flops(config: DecoderConfig) -> int:
+    """Floating-point operations a token of a forward pass in all norms, which `forward_flops` leaves out.
+
+    A layernorm takes 7 d: mean 1, centre 1, squares and their sum 2, scale 1, gain 1, bias 1; an RMS norm 4 d.
+    """
+    on_sublayer = {"none": 0, "pre": 1, "post": 1, "deepnorm": 1, "sandwich": 2, "sandwich_sum": 2, "peri": 2}
+    norms = on_sublayer[config.placement] * config.sublayers + (config.placement == "peri") + config.final_norm
+    return (7 if config.norm == "layernorm" else 4) * config.width * norms
 
 
 def stream_traffic(config: DecoderConfig) -> int:

@@ -67,14 +67,10 @@ def _without_docstrings(tree: ast.Module) -> str:
     return ast.dump(tree)
 
 
-@cache
-def training_code() -> str:
-    """SHA-256 of all code of this package that `reslab.training` imports, and of the versions it runs on.
-
-    Comments, docstrings and layout do not count.
-    """
+def _sources(module: str) -> dict[str, str]:
+    """`module` and all modules of this package that it imports, by name: their code without docstrings."""
     sources: dict[str, str] = {}
-    waiting = ["reslab.training"]
+    waiting = [module]
     while waiting:
         name = waiting.pop()
         spec = importlib.util.find_spec(name) if _is_module(name) else None
@@ -83,8 +79,29 @@ def training_code() -> str:
         tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
         waiting += _imports(tree)
         sources[name] = _without_docstrings(tree)
+    return sources
+
+
+@cache
+def training_code() -> str:
+    """SHA-256 of all code of this package that `reslab.training` imports, and of the versions it runs on.
+
+    Comments, docstrings and layout do not count.
+    """
     versions = [torch.__version__, numpy.__version__]
-    return hashlib.sha256(json.dumps([sorted(sources.items()), versions]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([sorted(_sources("reslab.training").items()), versions]).encode()).hexdigest()
+
+
+@cache
+def _registered_late(module: str) -> bool:
+    """Is this a module of the package that `reslab.training` does not import, such as a claim's?"""
+    return module.split(".")[0] == "reslab" and module not in _sources("reslab.training")
+
+
+@cache
+def _module_code(module: str) -> str:
+    """SHA-256 of a module of this package and all that it imports."""
+    return hashlib.sha256(json.dumps(sorted(_sources(module).items())).encode()).hexdigest()
 
 
 def _is_module(name: str) -> bool:
@@ -95,18 +112,24 @@ def _is_module(name: str) -> bool:
 def run_name(config: RunConfig) -> str:
     """The name of a run: the same for the same config, data, training code, and versions of torch and numpy.
 
-    The code of a connection that is registered outside this package counts too, and what of the user's it calls.
+    The code of a connection that is registered outside this package counts too, and what of the user's it calls; of
+    one that a claim registers, the code of its module.
     """
     task = data.load(config.task)
     text = task.corpus.sha256 if isinstance(task, data.Text) else ""
-    own = fingerprint(kind) if (kind := _outside(config)) is not None else ""
+    own = _kind_code(kind) if (kind := _outside(config)) is not None else ""
     return hashlib.sha256(f"{training_code()}{text}{own}{config.model_dump_json()}".encode()).hexdigest()[:20]
 
 
 def _outside(config: RunConfig) -> type[Connection] | None:
-    """The run's kind of connection, where it is not one of this package."""
+    """The run's kind of connection, where it is not one that `reslab.training` knows by itself."""
     kind = config.model.connection.type
-    return None if kind.__module__.split(".")[0] == "reslab" else kind
+    known = kind.__module__.split(".")[0] == "reslab" and not _registered_late(kind.__module__)
+    return None if known else kind
+
+
+def _kind_code(kind: type[Connection]) -> str:
+    return _module_code(kind.__module__) if _registered_late(kind.__module__) else fingerprint(kind)
 
 
 # --- the store ------------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ option=value)`, or the same as a mapping in params.yaml. Made from the docstring
 
 
 def describe() -> str:
-    """All registered kinds of this package as Markdown: what each does, its source, its options with defaults."""
-    own = sorted(name for name, kind in CONNECTIONS.items() if kind.__module__.startswith("reslab."))
+    """All kinds of this folder as Markdown: what each does, its source, its options with defaults."""
+    own = sorted(name for name, kind in CONNECTIONS.items() if kind.__module__.startswith("reslab.residuals."))
     return "\n".join([HEAD, *(_section(name) for name in own)])
 
 
