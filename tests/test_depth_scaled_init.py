@@ -80,10 +80,10 @@ def test_exact_checks_hold_their_known_values(settings: Params, table: pd.DataFr
 
 
 def test_table_is_the_same_every_time(settings: Params, table: pd.DataFrame) -> None:
-    small = settings.claims.depth_scaled_init.exact.model_copy(update={"depths": (2, 3), "seeds": 1})
+    small = settings.claims.depth_scaled_init.exact.model_copy(update={"depths": (2,), "seeds": 1})
     again = exact.start(small)
     kept = table[(table["seed"] == 0) & (table["depth"] == 2)].reset_index(drop=True)
-    pd.testing.assert_frame_equal(again[again["depth"] == 2].reset_index(drop=True), kept)
+    pd.testing.assert_frame_equal(again, kept)
 
 
 def test_norm_before_the_head_changes_no_branch(table: pd.DataFrame) -> None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 TITLE = "Init: smaller with depth keeps variance in hand; ten times too large harms where?"
 STATEMENT = (
     "Scaling the start of the output matrices by 1/sqrt(depth) keeps the output variance in hand. A standard deviation "
-    "of 0.2 in place of 0.02 does no harm in shallow models; beyond 16 layers it gives an abnormally high initial loss, "
-    "huge first updates and a dead zone."
+    "of 0.2 in place of 0.02 does no harm in shallow models; beyond 16 layers it gives an abnormally high initial "
+    "loss, huge first updates and a dead zone."
 )
 KEY = "loss_depth_norm"
 

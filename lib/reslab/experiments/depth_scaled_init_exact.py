@@ -161,14 +161,15 @@ def adam_update(model: nn.Module, tokens: Tensor, targets: Tensor, rate: float) 
     `gradient` is the norm of the whole gradient (times the rate: the length of SGD's first step), `largest_step` the
     largest change of a weight over the rate, `function` the root mean square change of the log-probabilities in nats.
     """
-    before = model(tokens)
-    loss_of(before, targets).backward()
+    outputs = model(tokens)
+    before = outputs.detach().log_softmax(-1)
+    loss_of(outputs, targets).backward()
     kept = [parameter.detach().clone() for parameter in model.parameters()]
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0).step()
     moved = [float((p.detach() - old).abs().max()) for p, old in zip(model.parameters(), kept, strict=True)]
     with torch.no_grad():
-        change = model(tokens).log_softmax(-1) - before.log_softmax(-1)
+        change = model(tokens).log_softmax(-1) - before
     return {
         "gradient": float(torch.stack([g.square().sum() for g in gradients]).sum().sqrt()),
         "largest_step": max(moved) / rate,
@@ -184,9 +185,15 @@ def _first_look(model: Model, tokens: Tensor, targets: Tensor) -> dict[str, floa
     writers = [w for m in modules for w in ([m.project] if isinstance(m, Attention) else [])]
     writers += [m.down for m in modules if isinstance(m, Mlp)]
     places = stream_places(model)
-    with torch.no_grad(), evaluating(model), streams([places[0], places[-1]]) as seen:
-        with _outputs(packed) as keys, _outputs(ups) as inputs, _outputs(writers) as updates:
-            loss = float(loss_of(model(tokens), targets))
+    with (
+        torch.no_grad(),
+        evaluating(model),
+        streams([places[0], places[-1]]) as seen,
+        _outputs(packed) as keys,
+        _outputs(ups) as inputs,
+        _outputs(writers) as updates,
+    ):
+        loss = float(loss_of(model(tokens), targets))
     return {
         "loss": loss,
         "written": float((seen[-1] - seen[0]).square().mean()),

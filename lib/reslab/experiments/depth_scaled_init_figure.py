@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from reslab import data, plotting
 from reslab.comparison import Runs
@@ -59,6 +59,14 @@ def _depth_axis(axes: Axes, table: pd.DataFrame) -> None:
     axes.set_xlabel("depth (blocks)")
 
 
+def _log_scale(axes: Axes) -> None:
+    """With numbers also where the values span less than a factor of ten."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
 def _draw_variance(axes: Axes, table: pd.DataFrame) -> None:
     for init in ("0.02", "0.02 scaled", "GPT-2's", "GPT-2's scaled", "0.2", "0.2 scaled"):
         _line(axes, table, "written", init)
@@ -75,8 +83,7 @@ def _draw_by_depth(axes: Axes, table: pd.DataFrame, column: str, title: str, lab
         for norm in NORMS:
             _line(axes, table, column, init, norm, f"{init}, {BEHIND[norm]}")
     _depth_axis(axes, table)
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _log_scale(axes)
     axes.set(title=title, ylabel=label)
     axes.legend()
 
@@ -112,8 +119,7 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
             axes.plot([], [], color=colour, linestyle=STYLES[norm], label=f"{init}, {BEHIND[norm]}")
     entropy = trained[arm_name(SMALL, deep)][0].context_free_loss
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
-    axes.set_yscale("log")
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    _log_scale(axes)
     axes.set(
         title=f"Training loss, {deep} blocks", xlabel="step", ylabel=f"nats per byte (mean of {section.window} steps)"
     )
