@@ -15,6 +15,7 @@ from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
 from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
+from reslab.experiments.depth_scaled_init import Parameters as DepthScaledInit
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
@@ -40,6 +41,7 @@ class Claims(Settings):
     attention_residual_gains: AttentionResidualGains
     attention_residual_cost: AttentionResidualCost
     sandwich_ln: SandwichLn
+    depth_scaled_init: DepthScaledInit
 
 
 class Params(Settings):

@@ -77,6 +77,14 @@ COLOURS = {
     "fast-attnres": _PALETTE[4],
     "flash-attn-res": _PALETTE[5],
     "Liger": _PALETTE[8],
+    "std 0.02": _PALETTE[0],
+    "std 0.02 scaled": _PALETTE[9],
+    "std 0.2": _PALETTE[3],
+    "std 0.2 scaled": _PALETTE[1],
+    "std GPT-2's": _PALETTE[2],
+    "std GPT-2's scaled": _PALETTE[8],
+    "std ten times": _PALETTE[4],
+    "no final norm": _PALETTE[5],
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method and implementation; those that share one are in no figure together."""
