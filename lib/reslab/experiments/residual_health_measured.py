@@ -117,8 +117,8 @@ def _replay(watch: Watch) -> Replay:
                 break
             losses.append(loss)
             gradients.append(gradient)
-            if step == watch.last:
-                break
+            if step == watch.last < config.optimisation.steps - 1:
+                break  # a run's own last step is to be taken
     judged = evaluate(config, task, model, "validation") if watch.judged and len(losses) > watch.last else None
     return Replay(
         ratios=_ratios(health)[["step", "layer", "kind", "ratio"]],
