@@ -43,7 +43,6 @@ def settings() -> Params:
     """Smoke scale with fewer runs, trained in this process."""
     section: dict[str, Any] = {
         "layer_drop_redundancy": {"hops": {"steps": 4}},
-        "pre_vs_post_ln": {"learning_rates": [1e-1]},
     }
     changed = {"execution": {"workers": 1}, "evaluation_windows": 4, "claims": section}
     return params.load("smoke", changed)
