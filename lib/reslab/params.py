@@ -22,6 +22,7 @@ from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.experiments.sandwich_ln import Parameters as SandwichLn
+from reslab.experiments.residual_health import Parameters as ResidualHealth
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
 from reslab.sweep import Execution
@@ -42,6 +43,7 @@ class Claims(Settings):
     attention_residual_cost: AttentionResidualCost
     sandwich_ln: SandwichLn
     depth_scaled_init: DepthScaledInit
+    residual_health: ResidualHealth
 
 
 class Params(Settings):
