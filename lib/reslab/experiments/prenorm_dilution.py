@@ -37,7 +37,7 @@ from reslab.training import RunRecord, build
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Pre-LN's stream grows, and layers put out more"
+TITLE = "Pre-LN dilutes early layers, so late ones put out more"
 STATEMENT = (
     "A plain residual stream adds all outputs with equal weights. So it dilutes early layers more and more with depth, "
     "and its magnitude grows, so that later layers must put out more to matter. As told, it is Post-LN's main path "

@@ -129,8 +129,8 @@ def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
-        title=f"Trained, {sublayers // 2} blocks: the embedding's share",
-        xlabel="sublayer that reads (last: the head)",
+        title="Trained: share of the embedding",
+        xlabel=f"sublayer that reads, of {sublayers} (last: the head)",
         ylabel="share in what it reads",
     )
     _label_post(params, axes)
@@ -148,7 +148,7 @@ def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
     axes.set(
         title="What blocks read: its mean square",
         xlabel="block that reads (last: the head)",
-        ylabel="mean square over that of the embedding",
+        ylabel="mean square / the embedding's",
     )
     _label_post(params, axes)
 
