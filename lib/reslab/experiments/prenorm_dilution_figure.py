@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -94,8 +94,9 @@ def _draw_shares_by_depth(axes: Axes, params: Params, seen: Seen) -> None:
     axes.plot([], [], "--", color="black", label="before training")
     axes.set_yscale("log")
     _depth_axis(axes, depths)
+    axes.set_ylim(bottom=axes.get_ylim()[0] / 30)  # room for the legend
     axes.set(title="Pre-LN: shares in what the head reads", ylabel="share (trained: solid)")
-    axes.legend(fontsize=6.5)
+    axes.legend(fontsize=6.5, loc="lower left", ncols=2)
 
 
 def _of(stage: str, measure: Callable[[Dilution], float]) -> Callable[[Pair], float]:
@@ -114,11 +115,11 @@ def _arms(params: Params) -> dict[str, str]:
     return {**deep, POST: at_depth(POST, section.middle)}
 
 
-def _label_post(params: Params, axes: Axes) -> None:
+def _label_post(params: Params, axes: Axes, **place: Any) -> None:
     """The legend, in which Post-LN has its own number of blocks."""
     handles, labels = axes.get_legend_handles_labels()
     named = [f"{label} ({section_of(params).middle} blocks)" if label == POST else label for label in labels]
-    axes.legend(handles, named, fontsize=6.5)
+    axes.legend(handles, named, fontsize=6.5, **place)
 
 
 def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
@@ -161,8 +162,9 @@ def _draw_outputs(axes: Axes, params: Params, seen: Seen) -> None:
     axes.plot([], [], "--", color="black", label="before training")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylim(top=axes.get_ylim()[1] * 4)  # room for the legend
     axes.set(title="What blocks put out", xlabel="block", ylabel="rms of its two updates")
-    _label_post(params, axes)
+    _label_post(params, axes, loc="upper left", ncols=2)
 
 
 def _draw_exponents(axes: Axes, params: Params, seen: Seen) -> None:
