@@ -17,7 +17,7 @@ from reslab.probes import evaluating, outputs_of, stacks
 from reslab.residuals import AttnRes
 from reslab.schema import UserError
 
-__all__ = ["depth_weights", "distance", "sharpness", "times_uniform"]
+__all__ = ["depth_weights", "distance", "sharpness", "times_uniform", "token_weights"]
 
 Weights = NDArray[np.float64]
 """a [reads, sources]; not a number where a read does not see the source."""
@@ -29,19 +29,35 @@ def depth_weights(model: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> Weig
     Mean over all tokens and heads of the weights of Kimi Team 2026, arXiv 2603.15031, eq. 3. Modes and gradients of the
     model stay as they were. A UserError where the model has another connection, or more than one stack.
     """
-    found = stacks(model)
-    reads = [c for stack in found for c in _reads(stack)]
-    if len(found) != 1 or not all(isinstance(read, AttnRes) for read in reads):
-        raise UserError("depth weights are those of one stack with connection 'attnres'; give such a model")
+    reads, seen = _seen(model, inputs)
     options = reads[0].options
     table = np.full((len(reads), 1 + -(-(len(reads) - 1) // options.block)), np.nan)
-    with torch.no_grad(), evaluating(model), _watched(reads) as seen:
-        outputs_of(model, inputs)
     for number, weights in seen:
         begun, kept = 1 + -(-number // options.block), options.sources_before(number)
         places = [place + begun - kept if place else 0 for place in options.places(kept)]
         table[number, places] = [float(weight.double().mean()) for weight in weights]
     return table
+
+
+def token_weights(model: nn.Module, inputs: Tensor | tuple[Tensor, ...]) -> list[list[Tensor]]:
+    """By read, in the order they run, the weights [..., heads] of each source that it sees, oldest first.
+
+    Those whose means over tokens and heads `depth_weights` has; same errors.
+    """
+    return [weights for _, weights in _seen(model, inputs)[1]]
+
+
+def _seen(
+    model: nn.Module, inputs: Tensor | tuple[Tensor, ...]
+) -> tuple[list[AttnRes], list[tuple[int, list[Tensor]]]]:
+    """The connections that read, and of each read its number and weights by token."""
+    found = stacks(model)
+    reads = [c for stack in found for c in _reads(stack)]
+    if len(found) != 1 or not all(isinstance(read, AttnRes) for read in reads):
+        raise UserError("depth weights are those of one stack with connection 'attnres'; give such a model")
+    with torch.no_grad(), evaluating(model), _watched(reads) as seen:
+        outputs_of(model, inputs)
+    return reads, seen
 
 
 def _reads(stack: nn.Module) -> list[Any]:

@@ -23,6 +23,7 @@ from reslab.experiments.no_residual_collapse import Parameters as NoResidualColl
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.experiments.sandwich_ln import Parameters as SandwichLn
 from reslab.experiments.residual_health import Parameters as ResidualHealth
+from reslab.experiments.prenorm_dilution import Parameters as PrenormDilution
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
 from reslab.sweep import Execution
@@ -44,6 +45,7 @@ class Claims(Settings):
     sandwich_ln: SandwichLn
     depth_scaled_init: DepthScaledInit
     residual_health: ResidualHealth
+    prenorm_dilution: PrenormDilution
 
 
 class Params(Settings):

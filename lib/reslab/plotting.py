@@ -27,6 +27,8 @@ COLOURS = {
     "skip 1": _PALETTE[0],
     "no skip": _PALETTE[3],
     "Pre-LN": _PALETTE[0],
+    "Pre-LN, plain init": _PALETTE[1],
+    "LayerNorm scaling": _PALETTE[2],
     "Post-LN": _PALETTE[4],
     "Post-LN, long warm-up": _PALETTE[3],
     "DeepNorm": _PALETTE[1],
