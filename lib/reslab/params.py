@@ -15,6 +15,7 @@ from reslab.comparison import RateSweep
 from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
 from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
+from reslab.experiments.diffusion_residuals import Parameters as DiffusionResiduals
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
@@ -38,6 +39,7 @@ class Claims(Settings):
     layer_drop_redundancy: LayerDropRedundancy
     attention_residual_gains: AttentionResidualGains
     attention_residual_cost: AttentionResidualCost
+    diffusion_residuals: DiffusionResiduals
 
 
 class Params(Settings):

@@ -74,6 +74,14 @@ COLOURS = {
     "fast-attnres": _PALETTE[4],
     "flash-attn-res": _PALETTE[5],
     "Liger": _PALETTE[8],
+    "DiT, adaLN-Zero": _PALETTE[2],
+    "DiT": _PALETTE[0],
+    "DiT, no residuals": _PALETTE[3],
+    "U-Net": _PALETTE[9],
+    "U-Net, no residuals": _PALETTE[1],
+    "U-Net, no long skips": _PALETTE[4],
+    "U-Net, neither": _PALETTE[5],
+    "best linear": (0.0, 0.0, 0.0),
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method and implementation; those that share one are in no figure together."""
