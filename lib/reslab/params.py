@@ -16,6 +16,7 @@ from reslab.data import CorpusConfig
 from reslab.experiments.attention_residual_cost import Parameters as AttentionResidualCost
 from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
 from reslab.experiments.depth_scaled_init import Parameters as DepthScaledInit
+from reslab.experiments.diffusion_residuals import Parameters as DiffusionResiduals
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
@@ -46,6 +47,7 @@ class Claims(Settings):
     depth_scaled_init: DepthScaledInit
     residual_health: ResidualHealth
     prenorm_dilution: PrenormDilution
+    diffusion_residuals: DiffusionResiduals
 
 
 class Params(Settings):

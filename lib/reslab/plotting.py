@@ -102,6 +102,14 @@ COLOURS = {
     "band about the law": _PALETTE[4],
     "text": _PALETTE[0],
     "pointer chasing": _PALETTE[1],
+    "DiT, adaLN-Zero": _PALETTE[2],
+    "DiT": _PALETTE[0],
+    "DiT, no residuals": _PALETTE[3],
+    "U-Net": _PALETTE[9],
+    "U-Net, no residuals": _PALETTE[1],
+    "U-Net, no long skips": _PALETTE[4],
+    "U-Net, neither": _PALETTE[5],
+    "best linear": (0.0, 0.0, 0.0),
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method and implementation; those that share one are in no figure together."""
