@@ -20,6 +20,7 @@ from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedu
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
+from reslab.experiments.state_space_residuals import Parameters as StateSpaceResiduals
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
 from reslab.sweep import Execution
@@ -38,6 +39,7 @@ class Claims(Settings):
     layer_drop_redundancy: LayerDropRedundancy
     attention_residual_gains: AttentionResidualGains
     attention_residual_cost: AttentionResidualCost
+    state_space_residuals: StateSpaceResiduals
 
 
 class Params(Settings):
