@@ -143,7 +143,7 @@ def _draw_two_blocks(axes: Axes, params: Params, trained: Runs) -> None:
     axes.set_xlim(-0.5, len(shapes) - 0.5)
     axes.set_ylim(-0.05, 1.1)
     axes.set(
-        title=f"Over time or over depth? {section.deep_length} tokens (95 %)",
+        title=f"Time or depth? {section.deep_length} tokens (95 %)",
         xlabel="residual connections over depth",
         ylabel="test accuracy",
     )
