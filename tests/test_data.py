@@ -361,3 +361,34 @@ def test_hops_are_new_in_every_batch_and_the_same_on_repeat() -> None:
     drawn += [next(task.held_out(split))[0][:8] for split in ("validation", "test")]
     assert len({str(each.tolist()) for each in drawn}) == 6
     assert task.context_free_loss == pytest.approx(math.log(6))
+
+
+# --- recall ---------------------------------------------------------------------------------------
+
+
+def test_recall_asks_for_what_came_first() -> None:
+    config = data.RecallConfig(symbols=3, distractors=4, length=5)
+    inputs, targets = data.Recall(config).batch(0, 3, 200)
+    assert inputs.shape == targets.shape == (200, config.context) == (200, 7)
+    assert config.vocabulary == 8
+    assert sorted(inputs[:, 0].unique().tolist()) == [0, 1, 2]
+    assert sorted(inputs[:, 1:-1].unique().tolist()) == [3, 4, 5, 6]
+    assert inputs[:, -1].unique().tolist() == [7]
+    assert (targets[:, :-1] == data.NOT_ASKED).all()
+    assert (targets[:, -1] == inputs[:, 0]).all()
+
+
+def test_recall_is_new_in_every_batch_and_the_same_on_repeat() -> None:
+    task = data.load(data.RecallConfig(length=4))
+    first, again, other = (task.batch(0, step, 8)[0] for step in (0, 0, 1))
+    assert isinstance(first, torch.Tensor)
+    assert isinstance(again, torch.Tensor)
+    assert isinstance(other, torch.Tensor)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    held = [next(task.held_out(split))[0] for split in ("validation", "test")]  # type: ignore[arg-type]
+    assert isinstance(held[0], torch.Tensor)
+    assert isinstance(held[1], torch.Tensor)
+    assert len(held[0]) == data.Recall.HELD_OUT
+    assert not torch.equal(*held)
+    assert task.context_free_loss == pytest.approx(np.log(8))

@@ -31,6 +31,8 @@ __all__ = [
     "MaskedDigitsConfig",
     "NoisyDigits",
     "NoisyDigitsConfig",
+    "Recall",
+    "RecallConfig",
     "Split",
     "Task",
     "TaskConfig",
@@ -295,6 +297,63 @@ class Hops:
         return float(np.log(self.config.symbols))
 
 
+# --- a task that needs memory ---------------------------------------------------------------------
+
+
+class RecallConfig(Settings):
+    kind: Literal["recall"] = "recall"
+    symbols: int = Field(default=8, ge=2)
+    """n, what there is to remember."""
+    distractors: int = Field(default=8, ge=1)
+    """Different tokens that come in between; none of them is a symbol."""
+    length: int = Field(ge=1)
+    """T, how many distractors come between the symbol and the question."""
+
+    @property
+    def context(self) -> int:
+        return self.length + 2
+
+    @property
+    def vocabulary(self) -> int:
+        """Symbols, distractors, and the question."""
+        return self.symbols + self.distractors + 1
+
+
+class Recall:
+    """Remember what came first: a symbol, T random distractors, the question; the target at the question is the symbol.
+
+    Inputs and targets [B, T + 2]; nothing else is asked for. The latching problem of Bengio et al. 1994 ("Learning
+    long-term dependencies with gradient descent is difficult") with symbols. No distractor says anything about it, so
+    that what is right above one in n was carried over T tokens.
+    """
+
+    HELD_OUT = 256
+    """Examples of a held-out split."""
+
+    def __init__(self, config: RecallConfig) -> None:
+        self.config = config
+
+    def _draw(self, random: np.random.Generator, size: int) -> tuple[Tensor, Tensor]:
+        n, m = self.config.symbols, self.config.distractors
+        symbol = random.integers(0, n, (size, 1))
+        between = random.integers(n, n + m, (size, self.config.length))
+        inputs = np.concatenate([symbol, between, np.full_like(symbol, n + m)], 1)
+        targets = np.full_like(inputs, NOT_ASKED)
+        targets[:, -1:] = symbol
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        return self._draw(np.random.default_rng([seed, step]), size)
+
+    def held_out(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
+        yield self._draw(np.random.default_rng([0, 0, len(split)]), self.HELD_OUT)
+
+    @property
+    def context_free_loss(self) -> float:
+        """ln n: without the first token all symbols are equally likely."""
+        return float(np.log(self.config.symbols))
+
+
 # --- images ---------------------------------------------------------------------------------------
 
 
@@ -434,7 +493,7 @@ class NoisyDigits(_DerivedDigits):
         return float(torch.cat([noise for _, noise in self.held_out("test")]).square().mean())
 
 
-TaskConfig = TextConfig | HopsConfig | DigitsConfig | MaskedDigitsConfig | NoisyDigitsConfig
+TaskConfig = TextConfig | HopsConfig | RecallConfig | DigitsConfig | MaskedDigitsConfig | NoisyDigitsConfig
 
 
 @cache
@@ -444,6 +503,8 @@ def load(config: TaskConfig) -> Task:
         return Text(config)
     if isinstance(config, HopsConfig):
         return Hops(config)
+    if isinstance(config, RecallConfig):
+        return Recall(config)
     if isinstance(config, DigitsConfig):
         return Digits(config)
     return MaskedDigits(config) if isinstance(config, MaskedDigitsConfig) else NoisyDigits(config)

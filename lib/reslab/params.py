@@ -25,6 +25,7 @@ from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.experiments.sandwich_ln import Parameters as SandwichLn
 from reslab.experiments.residual_health import Parameters as ResidualHealth
 from reslab.experiments.prenorm_dilution import Parameters as PrenormDilution
+from reslab.experiments.state_space_residuals import Parameters as StateSpaceResiduals
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
 from reslab.sweep import Execution
@@ -48,6 +49,7 @@ class Claims(Settings):
     residual_health: ResidualHealth
     prenorm_dilution: PrenormDilution
     diffusion_residuals: DiffusionResiduals
+    state_space_residuals: StateSpaceResiduals
 
 
 class Params(Settings):

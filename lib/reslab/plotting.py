@@ -110,6 +110,14 @@ COLOURS = {
     "U-Net, no long skips": _PALETTE[4],
     "U-Net, neither": _PALETTE[5],
     "best linear": (0.0, 0.0, 0.0),
+    "state": _PALETTE[3],
+    "increment 1/T": _PALETTE[0],
+    "increment, set short": _PALETTE[9],
+    "increment 1": _PALETTE[1],
+    "increment 0.1": _PALETTE[8],
+    "leaky 1/T": _PALETTE[4],
+    "diagonal": _PALETTE[2],
+    "diagonal, set short": _PALETTE[7],
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method and implementation; those that share one are in no figure together."""

@@ -110,6 +110,7 @@ MODELS: dict[str, type[Any]] = {
 SUITED = {
     "text": ("decoder", "state_space"),
     "hops": ("decoder",),
+    "recall": ("decoder", "state_space"),
     "digits": ("resnet", "image_encoder with head: class"),
     "masked_digits": ("image_encoder with head: reconstruction",),
     "noisy_digits": ("diffusion_transformer", "unet"),
@@ -149,7 +150,7 @@ class RunConfig(Settings):
         """What the task's inputs and targets fix of the model."""
         if isinstance(self.task, data.TextConfig):
             return {"vocabulary": data.VOCABULARY, "context": self.task.context}
-        if isinstance(self.task, data.HopsConfig):
+        if isinstance(self.task, data.HopsConfig | data.RecallConfig):
             return {"vocabulary": self.task.vocabulary, "context": self.task.context}
         classes = {} if isinstance(self.task, data.MaskedDigitsConfig) else {"classes": 10}
         return {"image_size": 8, "image_channels": 1} | classes
