@@ -17,6 +17,7 @@ from reslab.experiments.attention_residual_cost import Parameters as AttentionRe
 from reslab.experiments.attention_residual_gains import Parameters as AttentionResidualGains
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
+from reslab.experiments.layer_roles import Parameters as LayerRoles
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
@@ -38,6 +39,7 @@ class Claims(Settings):
     layer_drop_redundancy: LayerDropRedundancy
     attention_residual_gains: AttentionResidualGains
     attention_residual_cost: AttentionResidualCost
+    layer_roles: LayerRoles
 
 
 class Params(Settings):
