@@ -19,6 +19,7 @@ from reslab.experiments.depth_scaled_init import Parameters as DepthScaledInit
 from reslab.experiments.diffusion_residuals import Parameters as DiffusionResiduals
 from reslab.experiments.fp16_swamping import Parameters as Fp16Swamping
 from reslab.experiments.layer_drop_redundancy import Parameters as LayerDropRedundancy
+from reslab.experiments.layer_roles import Parameters as LayerRoles
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
@@ -50,6 +51,7 @@ class Claims(Settings):
     prenorm_dilution: PrenormDilution
     diffusion_residuals: DiffusionResiduals
     state_space_residuals: StateSpaceResiduals
+    layer_roles: LayerRoles
 
 
 class Params(Settings):

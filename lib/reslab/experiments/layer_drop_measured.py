@@ -39,6 +39,7 @@ __all__ = [
     "measure_all",
     "quarter",
     "random_name",
+    "side_by_side",
 ]
 
 BY_LOSS = "validation loss"
@@ -225,7 +226,7 @@ def measure_all(
             return _unmeasured(record.config.model.depth, look, kinds, most)
         return _measure(record.config, look, kinds, most, trained)
 
-    return _side_by_side(job, records, execution, "dropping blocks")
+    return side_by_side(job, records, execution, "dropping blocks")
 
 
 # --- healing --------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def heal_all(
         whole, dropped = (_heal(record.config, blocks, look, steps) for blocks in ((), gone))
         return Healed(whole[0], dropped[0], whole[1], dropped[1], model.loss + model.gain)
 
-    return _side_by_side(job, list(zip(records, measured, strict=True)), execution, "healing")
+    return side_by_side(job, list(zip(records, measured, strict=True)), execution, "healing")
 
 
 def _heal(config: RunConfig, gone: Collection[int], look: Look, steps: int) -> tuple[float, float]:
@@ -304,7 +305,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def _side_by_side(
+def side_by_side(
     job: Callable[[Item], Result], items: Sequence[Item], execution: Execution, label: str
 ) -> list[Result]:
     """`job` of each item, in their order, in `execution.workers` processes of one thread each."""
