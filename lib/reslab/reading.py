@@ -62,7 +62,7 @@ def moments(features: Array, classes: NDArray[np.int64], count: int) -> Moments:
 def probe(fitted: Moments) -> Array:
     """Weights [d + 1, C] of the ridge regression; the constant is not penalised."""
     penalty = np.diag([PENALTY] * (len(fitted.gram) - 1) + [0.0])
-    weights: Array = np.linalg.solve(fitted.gram + penalty, fitted.cross)
+    weights: Array = np.linalg.solve(fitted.gram + penalty, fitted.cross).astype(np.float64, copy=False)
     return weights
 
 
