@@ -386,9 +386,9 @@ def test_recall_is_new_in_every_batch_and_the_same_on_repeat() -> None:
     assert isinstance(other, torch.Tensor)
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    held = [next(task.held_out(split))[0] for split in ("validation", "test")]  # type: ignore[arg-type]
-    assert isinstance(held[0], torch.Tensor)
-    assert isinstance(held[1], torch.Tensor)
-    assert len(held[0]) == data.Recall.HELD_OUT
-    assert not torch.equal(*held)
+    validation, test = next(task.held_out("validation"))[0], next(task.held_out("test"))[0]
+    assert isinstance(validation, torch.Tensor)
+    assert isinstance(test, torch.Tensor)
+    assert len(validation) == data.Recall.HELD_OUT
+    assert not torch.equal(validation, test)
     assert task.context_free_loss == pytest.approx(np.log(8))

@@ -154,7 +154,7 @@ def test_a_part_that_never_opens_is_out_of_order(initial: Initial) -> None:
 
 def test_arms_of_the_cpu_preset_differ_in_residuals_alone() -> None:
     settings = params.preset("cpu")
-    configs = {arm.name: arm.config for arm in claim.arms(settings)}
+    configs = {arm.name: arm.config for arm in networks.arms(settings)}
     assert tuple(configs) == networks.ARMS
     assert len(settings.seeds) >= 3
     for part in ("dit", "unet"):
@@ -271,8 +271,8 @@ def test_diverged_runs_are_not_measured_and_drawn(settings: Params, trained: Run
         assert found[name].estimate.value is not None, name
     assert "not measured" in claim.loss_table(trained).to_string()
     assert "not measured" in claim.difference_table(trained, looked.kept).to_string()
-    assert math.isnan(claim.structure_table(looked.kept).loc[networks.UNET].iloc[0])
-    assert math.isnan(claim.reading_table(initial[3], looked.read).loc[networks.UNET, "trained"])
+    assert bool(claim.structure_table(looked.kept).loc[[networks.UNET]].isna().iloc[0, 0])
+    assert bool(claim.reading_table(initial[3], looked.read).loc[[networks.UNET], "trained"].isna().all())
     assert networks.UNET not in looked.made
     drawn = figure.draw(settings, initial[3], looked.read, looked.kept, looked.path, looked.made, trained)
     drawn.canvas.draw()

@@ -18,11 +18,13 @@ from reslab.experiments import layer_drop_redundancy, no_residual_collapse
 from reslab.experiments import layer_roles as claim
 from reslab.experiments import layer_roles_figure as figure
 from reslab.experiments import layer_roles_seen as seen
+from reslab.experiments.layer_drop_measured import Part
+from reslab.models.decoder import Decoder
 from reslab.params import Params
 from reslab.schema import UserError
 from reslab.surgery import skipped, swapped
 from reslab.sweep import trained_model
-from reslab.training import evaluate
+from reslab.training import build, evaluate
 
 
 class Experiment(NamedTuple):
@@ -57,7 +59,7 @@ def done(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> Experime
 def check_surgery(trained: Runs, found: claim.Models) -> None:
     """What was measured are the losses of models without these blocks or with others in their place."""
     record, model = trained["text: add"][0], found["text: add"][0]
-    part, decoder = seen.Part(data.load(record.config.task), 8), trained_model(record.config)
+    part, decoder = Part(data.load(record.config.task), 8), trained_model(record.config)
 
     def loss() -> float:
         measured = evaluate(record.config, part, decoder, "test")
@@ -155,7 +157,7 @@ def test_diverged_run_is_not_dropped_silently(settings: Params, done: Experiment
         assert checks[name].outcome == "undecided"
     plt.close(figure.draw(settings, found, done.before))
     assert "not measured" in claim.cost_table(found)["gain (nats)"].loc[arm]
-    assert claim.skill_table(found).loc[arm].isna().all(axis=None)
+    assert claim.skill_table(found).loc[arm].isna().all()
 
 
 def test_one_seed_is_undecided(settings: Params, done: Experiment) -> None:
@@ -210,8 +212,8 @@ def test_labels_of_pointers_end_at_the_target() -> None:
 def test_lens_is_the_missing_share_of_the_prediction(settings: Params, done: Experiment) -> None:
     """What the head makes of the embedding, against the final prediction."""
     record = done.trained["text: add"][0]
-    model = claim.seen.build(record.config.model, 3)
-    assert isinstance(model, seen.Decoder)
+    model = build(record.config.model, 3)
+    assert isinstance(model, Decoder)
     inputs = torch.arange(32).view(2, 16)
     with torch.no_grad():
         for matrix in model.stream_writers():

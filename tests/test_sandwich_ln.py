@@ -169,9 +169,9 @@ def test_the_factor_is_on_foreign_updates_and_inside_the_norm() -> None:
 
     def write(sublayer: int, **options: Any) -> torch.Tensor:
         config = ConnectionConfig("mismatched", factor=30.0, **options)
-        made = Mismatched(Site(sublayer, 4, 4), config.options)
+        made = Mismatched(Site(sublayer, 4, 4), cast(Any, config.options))
         made.reset_parameters()
-        return cast(torch.Tensor, made.write(stream, update))
+        return made.write(stream, update)
 
     assert torch.equal(write(1), stream + update)
     assert torch.equal(write(2), stream + 30 * update)

@@ -193,7 +193,7 @@ def test_gains_and_slopes_by_hand(settings: Params, trained: Runs) -> None:
     assert found["slope_gap"] == pytest.approx((0.375 + 0.0) / 2)
     assert found["time_not_depth"] == 0
     table = claim.recall_table(settings, trained)
-    assert table.loc[(4, "increment 1/T"), "gain over state"].startswith("0.5 [")
+    assert str(table.loc[(4, "increment 1/T"), "gain over state"]).startswith("0.5 [")
     assert table.loc[(4, "state"), "gain over state"] == ""
 
 

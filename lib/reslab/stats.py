@@ -86,7 +86,7 @@ def detectable(differences: Sequence[float], power: float = 0.8) -> float:
     return _rounded(float(shift * np.std(differences, ddof=1) / math.sqrt(n)))
 
 
-def slope(x: Sequence[float], y: Sequence[float]) -> float:
+def slope(x: Sequence[float] | np.ndarray, y: Sequence[float] | np.ndarray) -> float:
     """Of the least-squares line through the points (x, y); of logarithms, the exponent of a power law."""
     return float(np.polyfit(x, y, 1)[0])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -210,7 +210,7 @@ def arms(params: Params) -> list[Arm]:
     wanted += [(init, section.depths[-1], "norm") for init in SCALED.values()]
     made = []
     for init, depth, norm in wanted:
-        shape = {
+        shape: dict[str, Any] = {
             "init_std": INITS[init].std(params.decoder.width),
             "weight_init": INITS[init].weight_init,
             "final_norm": NORMS[norm],

@@ -286,7 +286,7 @@ def checks_structure(params: Params, kept: pd.DataFrame) -> list[Check]:
 
 def checks_inside(params: Params, read: pd.DataFrame) -> list[Check]:
     """How much of its input a trained network still holds before its head."""
-    estimates = {}
+    estimates: dict[str, Estimate] = {}
     for part in INSIDE:
         ours, without = (last_share(read, arm) for arm in COMPARISONS[part])
         estimates |= {f"kept_{part}": mean_of(ours), f"read_{part}": paired_difference(ours, without)}
@@ -295,7 +295,7 @@ def checks_inside(params: Params, read: pd.DataFrame) -> list[Check]:
 
 def checks_path(params: Params, path: pd.DataFrame) -> list[Check]:
     """How much structure there is after all steps of a sampler, and whether it grew."""
-    estimates = {}
+    estimates: dict[str, Estimate] = {}
     for part in INSIDE:
         ours, without = (along_path(path, arm, -1) for arm in COMPARISONS[part])
         begun = along_path(path, COMPARISONS[part][0], 0)

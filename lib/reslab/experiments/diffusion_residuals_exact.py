@@ -88,7 +88,7 @@ def gradients(config: DiffusionConfig, seeds: Sequence[int], batch: int) -> pd.D
             with torch.no_grad():
                 for parameter in model.parameters():
                     if parameter.grad is not None:
-                        parameter -= RATE * parameter.grad
+                        parameter.sub_(RATE * parameter.grad)
     return pd.DataFrame(rows)
 
 

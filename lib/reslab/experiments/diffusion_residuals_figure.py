@@ -90,7 +90,7 @@ def _draw_structure(axes: Axes, params: Params, kept: pd.DataFrame) -> None:
     """Above the noisy picture itself, which at little noise is nearly the clean one."""
     times = params.claims.diffusion_residuals.times
     table = kept.set_index(["arm", "seed", "time"])["structure"].unstack("time")
-    nothing = table.loc[(looks.UNTRAINED, -1)].to_numpy()
+    nothing = table.loc[[(looks.UNTRAINED, -1)]].to_numpy()[0]
     width = 0.012
     for number, arm in enumerate(ARMS):
         gains = table.loc[arm].to_numpy() - nothing
@@ -98,7 +98,7 @@ def _draw_structure(axes: Axes, params: Params, kept: pd.DataFrame) -> None:
         for x, values in zip(at, gains.T, strict=True):
             plotting.interval(axes, float(x), values.tolist(), plotting.colour(arm), size=2.5, width=3)
         axes.plot(at, gains.mean(0), color=plotting.colour(arm), linestyle=_style(arm), linewidth=1)
-    linear = table.loc[(looks.LINEAR, -1)].to_numpy() - nothing
+    linear = table.loc[[(looks.LINEAR, -1)]].to_numpy()[0] - nothing
     axes.plot(times, linear, color=plotting.colour(looks.LINEAR), linestyle=":", label="best linear predictor")
     axes.axhline(0, color=GREY, linewidth=1, label="noisy picture itself (untrained)")
     axes.set_xticks(times)

@@ -6,20 +6,17 @@ Jobs over runs go side by side. Orders are chosen on validation data; what dropp
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-import joblib
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from reslab import data, influence, lifeline
+from reslab import data, influence
 from reslab.models.decoder import Decoder
-from reslab.progress import Progress
 from reslab.schema import Settings
+from reslab.side_by_side import side_by_side
 from reslab.surgery import skipped
 from reslab.sweep import Execution, trained_model
 from reslab.training import RunConfig, RunRecord, build, evaluate, optimisation_steps
@@ -39,7 +36,6 @@ __all__ = [
     "measure_all",
     "quarter",
     "random_name",
-    "side_by_side",
 ]
 
 BY_LOSS = "validation loss"
@@ -297,30 +293,3 @@ def _heal(config: RunConfig, gone: Collection[int], look: Look, steps: int) -> t
                 break
         healed = evaluate(after, task, model, "test")
     return tuple(math.inf if found is None else found[0] for found in (before, healed))  # type: ignore[return-value]
-
-
-# --- side by side ---------------------------------------------------------------------------------
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-
-def side_by_side(
-    job: Callable[[Item], Result], items: Sequence[Item], execution: Execution, label: str
-) -> list[Result]:
-    """`job` of each item, in their order, in `execution.workers` processes of one thread each."""
-    parent = os.getpid() if execution.workers > 1 else None
-    results: list[Result] = []
-    with joblib.parallel_config(backend="loky", inner_max_num_threads=1), Progress(label, len(items)) as progress:
-        parallel = joblib.Parallel(n_jobs=execution.workers, return_as="generator", batch_size=1)
-        for result in parallel(joblib.delayed(_alone)(job, item, parent) for item in items):
-            results.append(result)
-            progress.update(len(results), f"{len(results)}/{len(items)} models")
-    return results
-
-
-def _alone(job: Callable[[Item], Result], item: Item, parent: int | None) -> Result:
-    torch.set_num_threads(1)  # in the order of one thread, sums are the same everywhere
-    if parent is not None:
-        lifeline.die_with_parent(parent=parent)
-    return job(item)

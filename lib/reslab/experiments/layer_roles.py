@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import torch
@@ -361,7 +361,7 @@ def shallow_arms(params: Params) -> list[Arm]:
     """Each may choose how it starts along with its rate."""
     shallow = params.claims.layer_roles.shallow
 
-    def config(kind: str, **shape: object) -> RunConfig:
+    def config(kind: str, **shape: Any) -> RunConfig:
         return decoder_run(params, shallow.depth, ConnectionConfig(kind), steps=shallow.steps, **shape)
 
     wide = {"weight_init": "plain", "init_std": shallow.wide / params.decoder.width**0.5}

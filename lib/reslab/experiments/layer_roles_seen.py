@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from reslab import data, influence, reading
-from reslab.experiments.layer_drop_measured import Part, side_by_side
+from reslab.experiments.layer_drop_measured import Part
 from reslab.lens import lens_divergence, logit_lens
 from reslab.models.decoder import Decoder
 from reslab.probes import evaluating
 from reslab.schema import Settings
+from reslab.side_by_side import side_by_side
 from reslab.surgery import repeated, skipped, swapped
 from reslab.sweep import Execution, trained_model
 from reslab.training import RunConfig, RunRecord, build, evaluate

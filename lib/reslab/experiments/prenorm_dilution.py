@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import torch
 from pydantic import field_validator, model_validator
-from torch import nn
+from torch import Tensor, nn
 
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
@@ -275,9 +275,11 @@ def _pair(record: RunRecord) -> Pair | None:
         return None
     config = record.config
     inputs, _ = next(data.load(config.task).held_out("test"))
+    assert isinstance(inputs, Tensor)
+    tokens = inputs.to(config.device.kind)
 
     def taken_apart(model: nn.Module) -> Dilution:
-        return dilution(model.to(config.device.kind), inputs.to(config.device.kind))
+        return dilution(model.to(config.device.kind), tokens)
 
     return Pair(taken_apart(build(config.model, config.seed)), taken_apart(trained_model(config)))
 

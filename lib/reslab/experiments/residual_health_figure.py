@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -138,7 +138,7 @@ def _draw_removal(axes: Axes, params: Params, found: Mapping[str, Sequence[Looke
     _legend(axes, "upper left")
 
 
-def _legend(axes: Axes, place: str) -> None:
+def _legend(axes: Axes, place: Literal["upper left", "upper right", "lower left", "lower right"]) -> None:
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize=6, loc=place)
 

@@ -255,8 +255,8 @@ def recall_arms(params: Params) -> list[Arm]:
         for skip in (True, False)
     ]
     return [
-        Arm(arm_name(*names, **shape), recall_run(params, *names, **shape), section.learning_rates)
-        for *names, shape in shapes
+        Arm(arm_name(method, length, **shape), recall_run(params, method, length, **shape), section.learning_rates)
+        for method, length, shape in shapes
     ]
 
 

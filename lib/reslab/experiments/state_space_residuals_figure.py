@@ -15,7 +15,6 @@ from reslab import plotting
 from reslab.comparison import Runs
 from reslab.experiments.state_space_residuals import (
     ATTENTION,
-    INCREMENT,
     METHODS,
     RECURRENT,
     SUMS,
@@ -24,7 +23,7 @@ from reslab.experiments.state_space_residuals import (
     arm_name,
     gradients_of,
 )
-from reslab.experiments.state_space_residuals_exact import KINDS, STATE
+from reslab.experiments.state_space_residuals_exact import INCREMENT, KINDS, STATE
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:
