@@ -133,7 +133,8 @@ def test_report_is_written(figures: Path) -> None:
     assert published[2] == ["exponent", "3", "2.98", "a paper"]
     assert sentences[2][0] == "A1"
     assert sentences[2][2] == "1 holds"
-    assert sentences[2][1] == report.sentences()["A1"]
+    assert {row[0]: row[1] for row in sentences[2:]} == report.sentences()
+    assert {row[2] for row in sentences[3:]} == {"not tested"}, "A2.1 has a control alone"
 
 
 def test_csv_has_a_row_for_each_check(figures: Path) -> None:

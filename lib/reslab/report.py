@@ -52,10 +52,9 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def _sentence(texts: dict[str, str], sentence: str) -> str:
+def _known(texts: dict[str, str], sentence: str) -> None:
     if sentence not in texts:
         raise UserError(f"docs/claims.md: has no sentence '{sentence}'; {did_you_mean(sentence, texts)}")
-    return texts[sentence]
 
 
 def _markdown(found: list[Record]) -> str:
@@ -100,19 +99,15 @@ def _markdown(found: list[Record]) -> str:
             ]
         lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
         lines += [_row(p.what, p.published, p.ours, p.source) for p in record.published]
-    tested = sorted({check.sentence for record in found for check in record.checks})
     texts = sentences()
-    lines += [
-        "",
-        "## The sentences tested",
-        "",
-        "| id | sentence | outcomes of its checks |",
-        "|---|---|---|",
-    ]
-    for sentence in tested:
+    for record in found:
+        for check in record.checks:
+            _known(texts, check.sentence)
+    lines += ["", "## The sentences", "", "| id | sentence | outcomes of its checks |", "|---|---|---|"]
+    for sentence, text in texts.items():
         outcomes = [c.outcome for r in found for c in r.checks if c.sentence == sentence and c.role != "control"]
-        counted = ", ".join(f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes)
-        lines.append(_row(sentence, _sentence(texts, sentence), counted))
+        counted = [f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes]
+        lines.append(_row(sentence, text, ", ".join(counted) or "not tested"))
     return "\n".join(lines) + "\n"
 
 
