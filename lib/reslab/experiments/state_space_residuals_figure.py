@@ -88,7 +88,7 @@ def _draw_accuracy(axes: Axes, params: Params, trained: Runs) -> None:
     _lengths_axis(axes, section.lengths)
     axes.set_ylim(-0.05, 1.1)
     axes.set(title="Recall by length, 1 block (95 %)", xlabel="distractors (tokens)", ylabel="test accuracy")
-    axes.legend()
+    axes.legend(fontsize=7, loc="center")
 
 
 def _draw_gains(axes: Axes, params: Params, trained: Runs) -> None:
@@ -114,7 +114,7 @@ def _draw_after(axes: Axes, params: Params, after: pd.DataFrame) -> None:
     _lengths_axis(axes, lengths)
     axes.set_yscale("symlog", linthresh=1)
     axes.set(title="Trained: gradient over time (95 %)", xlabel="distractors (tokens)", ylabel="log10 of gradient left")
-    axes.legend()
+    axes.legend(fontsize=6, loc="lower left")
 
 
 def _draw_training(axes: Axes, params: Params, trained: Runs) -> None:
@@ -125,7 +125,7 @@ def _draw_training(axes: Axes, params: Params, trained: Runs) -> None:
         plotting.seed_lines(axes, method, [plotting.moving_average(r.train_loss, window) for r in records])
     axes.axhline(np.log(section.symbols), color=plotting.COLOURS["control"], linestyle=":", label="guessing")
     axes.set(title=f"Training over {section.lengths[-1]} tokens", xlabel="step", ylabel="nats (mean of last batches)")
-    axes.legend()
+    axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 0.08))
 
 
 def _draw_two_blocks(axes: Axes, params: Params, trained: Runs) -> None:
