@@ -56,8 +56,8 @@ def seen(settings: Params, trained_once: Runs) -> Seen:
 
 
 @pytest.fixture(scope="module")
-def tables(settings: Params) -> tuple[pd.DataFrame, pd.DataFrame]:
-    return claim.law(settings), claim.decoders(settings)
+def tables(settings: Params) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
+    return claim.law(settings), claim.chis(settings), claim.decoders(settings)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
 
 
 def test_every_question_is_answered_once(
-    settings: Params, tried: Tried, trained: Runs, seen: Seen, tables: tuple[pd.DataFrame, pd.DataFrame]
+    settings: Params, tried: Tried, trained: Runs, seen: Seen, tables: tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 ) -> None:
     checks = [
         *claim.checks_initial(settings, *tables),
@@ -113,16 +113,15 @@ def test_one_sublayer_by_hand() -> None:
 
 
 def test_law_holds_at_a_width_at_which_it_is_exact_enough() -> None:
-    sizes = exact.Exact(depth=12, seeds=3, tokens=16, width=128, jacobian_depth=6, jacobian_width=48)
-    table = exact.constructed(sizes, (1.0, 0.1)).groupby("scale").mean()
+    table = exact.constructed(exact.Shape(depth=12, width=128, tokens=64, seeds=3), (1.0, 0.1)).groupby("scale").mean()
+    chis = exact.jacobians(exact.Shape(depth=4, width=64, tokens=16, seeds=3), (1.0, 0.1)).groupby("scale").mean()
     assert (table["stream"] - 1).abs().max() < 0.05
-    assert (table["jacobian"] - 1).abs().max() < 0.1
+    assert (chis["jacobian"] - 1).abs().max() < 0.1
     assert (table["gradient"] - 1).abs().max() < 0.1
 
 
 def test_decoders_follow_the_variance_of_their_branches() -> None:
-    sizes = exact.Exact(depth=6, seeds=2, tokens=16, width=64, jacobian_depth=1, jacobian_width=8)
-    table = exact.built(sizes, (1.0, 0.1)).groupby("scale").mean()
+    table = exact.built(exact.Shape(depth=6, width=64, tokens=16, seeds=2), (1.0, 0.1)).groupby("scale").mean()
     assert (table["law"] - 1).abs().max() < 0.1
     assert table.loc[1.0, "growth"] > table.loc[0.1, "growth"] > 1
     assert table.loc[1.0, "effective_depth"] > table.loc[0.1, "effective_depth"] > 0
@@ -140,7 +139,7 @@ def test_exact_estimates_take_the_worst_scale() -> None:
             "effective_depth": [4.0, 8.0, 1.0, 1.0, 1.0, 2.0],
         }
     )
-    found = {name: estimate.value for name, estimate in exact.exact_estimates(law, decoders).items()}
+    found = {name: estimate.value for name, estimate in exact.exact_estimates(law, law, decoders).items()}
     assert found == {
         "stream_law": 0.625,
         "jacobian_law": 1,
@@ -235,12 +234,12 @@ def test_diverged_run_counts_as_failed_and_leaves_losses_unmeasured(
 
 
 def test_figure_draws_also_where_all_diverged(
-    settings: Params, tried: Tried, trained: Runs, seen: Seen, tables: tuple[pd.DataFrame, pd.DataFrame]
+    settings: Params, tried: Tried, trained: Runs, seen: Seen, tables: tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 ) -> None:
-    assert len(figure.draw(settings, *tables, tried, trained, seen).axes) == 6
+    assert len(figure.draw(settings, tables[0], tables[2], tried, trained, seen).axes) == 6
     lost = {cell: [diverged(record) for record in records] for cell, records in tried.items()}
     gone = {name: [diverged(record) for record in records] for name, records in trained.items()}
-    drawn = figure.draw(settings, *tables, lost, gone, claim.inside(settings, gone))
+    drawn = figure.draw(settings, tables[0], tables[2], lost, gone, claim.inside(settings, gone))
     drawn.canvas.draw()
     plt.close("all")
 
@@ -261,7 +260,8 @@ def test_tables_for_reading(tried: Tried, trained: Runs, seen: Seen) -> None:
         ({"deep": {"learning_rates": [1e-1, 1e-2]}}, "at least two and increase"),
         ({"deep": {"steps": 11}}, "steps"),
         ({"learning_rates": []}, "learning_rates"),
-        ({"exact": {"seeds": 1}}, "seeds"),
+        ({"exact": {"stack": {"seeds": 1}}}, "seeds"),
+        ({"exact": {"stack": {"depth": 5}}}, "stack.depth 5 and decoder.depth 4 must be the same"),
     ],
 )
 def test_bad_settings_are_refused_by_sentence(section: dict[str, Any], sentence: str) -> None:

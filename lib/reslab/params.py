@@ -23,10 +23,10 @@ from reslab.experiments.layer_roles import Parameters as LayerRoles
 from reslab.experiments.layerscale_depth import Parameters as LayerscaleDepth
 from reslab.experiments.no_residual_collapse import Parameters as NoResidualCollapse
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
-from reslab.experiments.prenorm_dilution import Parameters as PrenormDilution
-from reslab.experiments.residual_health import Parameters as ResidualHealth
-from reslab.experiments.residual_scale import Parameters as ResidualScale
 from reslab.experiments.sandwich_ln import Parameters as SandwichLn
+from reslab.experiments.residual_health import Parameters as ResidualHealth
+from reslab.experiments.prenorm_dilution import Parameters as PrenormDilution
+from reslab.experiments.residual_scale import Parameters as ResidualScale
 from reslab.experiments.state_space_residuals import Parameters as StateSpaceResiduals
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate

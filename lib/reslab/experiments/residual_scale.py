@@ -25,6 +25,7 @@ from reslab.experiments.residual_scale_exact import (
     built,
     constructed,
     exact_estimates,
+    jacobians,
 )
 from reslab.experiments.residual_scale_inside import Inside, look_inside
 from reslab.experiments.runs import decoder_run
@@ -213,8 +214,8 @@ def _judged(params: Params, estimates: Mapping[str, Estimate]) -> list[Check]:
     numbers = {
         "shallow": section.depth,
         "deep": section.deep.depth,
-        "exact_deep": section.exact.depth,
-        "jacobian_deep": section.exact.jacobian_depth,
+        "exact_deep": section.exact.decoder.depth,
+        "jacobian_deep": section.exact.jacobian.depth,
     }
     return judge(QUESTIONS, section.criteria, estimates, numbers)
 
@@ -225,18 +226,26 @@ def _judged(params: Params, estimates: Mapping[str, Estimate]) -> list[Check]:
 def law(params: Params) -> pd.DataFrame:
     """See `residual_scale_exact.constructed`."""
     torch.set_num_threads(params.device.threads)
-    return constructed(params.claims.residual_scale.exact, SCALES)
+    return constructed(params.claims.residual_scale.exact.stack, SCALES)
+
+
+def chis(params: Params) -> pd.DataFrame:
+    """See `residual_scale_exact.jacobians`."""
+    torch.set_num_threads(params.device.threads)
+    return jacobians(params.claims.residual_scale.exact.jacobian, SCALES)
 
 
 def decoders(params: Params) -> pd.DataFrame:
     """See `residual_scale_exact.built`."""
     torch.set_num_threads(params.device.threads)
-    return built(params.claims.residual_scale.exact, SCALES)
+    return built(params.claims.residual_scale.exact.decoder, SCALES)
 
 
-def checks_initial(params: Params, against_law: pd.DataFrame, untrained: pd.DataFrame) -> list[Check]:
+def checks_initial(
+    params: Params, against_law: pd.DataFrame, singular: pd.DataFrame, untrained: pd.DataFrame
+) -> list[Check]:
     """What scales do before any training."""
-    return _judged(params, exact_estimates(against_law, untrained))
+    return _judged(params, exact_estimates(against_law, singular, untrained))
 
 
 # --- runs -----------------------------------------------------------------------------------------

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pandas as pd
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from reslab import data
-from reslab.isometry import jacobian, mean_squared_singular_value, pulled_back
+from reslab.isometry import mean_squared_singular_value, pulled_back
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.opening import branch_shares, effective_depth
 from reslab.probes import evaluating, stacks, stream_places, streams
@@ -32,10 +32,12 @@ __all__ = [
     "SCALES",
     "SMALL",
     "Exact",
+    "Shape",
     "built",
     "constructed",
     "exact_estimates",
     "growth_law",
+    "jacobians",
     "orthogonal_stack",
 ]
 
@@ -44,17 +46,30 @@ SCALES = (ONE, MODERATE, LOW, SMALL)
 """The textbook's scale, two of those said to be stable (0.1 to 0.5), and one that is too small."""
 
 
+class Shape(Settings):
+    """Sizes of untrained networks; the law is one of means, whose spread falls with width, tokens and seeds."""
+
+    depth: int = Field(ge=1)
+    """Blocks."""
+    width: int = Field(ge=4)
+    tokens: int = Field(ge=2)
+    seeds: int = Field(ge=2)
+
+
 class Exact(Settings):
     """Sizes of the checks without training."""
 
-    depth: int = Field(ge=2)
-    """Blocks."""
-    seeds: int = Field(ge=2)
-    tokens: int = Field(ge=2)
-    width: int = Field(ge=4)
-    jacobian_depth: int = Field(ge=1)
-    """Blocks of the stack whose whole Jacobian is built."""
-    jacobian_width: int = Field(ge=4)
+    stack: Shape
+    """The constructed stack."""
+    jacobian: Shape
+    """The constructed stack whose whole Jacobian is built, token by token."""
+    decoder: Shape
+
+    @model_validator(mode="after")
+    def _as_deep(self) -> Exact:
+        if self.stack.depth != self.decoder.depth:
+            raise ValueError(f"stack.depth {self.stack.depth} and decoder.depth {self.decoder.depth} must be the same")
+        return self
 
 
 def growth_law(scale: float, depth: int) -> float:
@@ -89,40 +104,44 @@ def _unit_tokens(tokens: int, width: int, seed: int) -> Tensor:
     return F.rms_norm(torch.randn(tokens, width, generator=generator, dtype=torch.float64), (width,), eps=0.0)
 
 
-def constructed(exact: Exact, scales: Sequence[float]) -> pd.DataFrame:
-    """The constructed stacks over the law; one row for each scale and seed, all of them 1 where the law holds.
+def constructed(shape: Shape, scales: Sequence[float]) -> pd.DataFrame:
+    """The constructed stack over the law; one row for each scale and seed, all of them 1 where the law holds.
 
     `stream`: E|x|^2 / d after the stack; `gradient`: squared size of a random gradient by the stack's input over that
-    by its output; `jacobian`: mean squared singular value of a smaller stack's Jacobian, by one token.
+    by its output.
     """
     rows = []
     for scale in scales:
-        law, small_law = growth_law(scale, exact.depth), growth_law(scale, exact.jacobian_depth)
-        for seed in range(exact.seeds):
-            stack = orthogonal_stack(exact.width, 2 * exact.depth, scale, seed)
-            small = orthogonal_stack(exact.jacobian_width, 2 * exact.jacobian_depth, scale, seed)
-            x, token = _unit_tokens(exact.tokens, exact.width, seed), _unit_tokens(1, exact.jacobian_width, seed)
-            rows.append(
-                {
-                    "scale": scale,
-                    "seed": seed,
-                    "stream": float(stack(x).square().mean()) / law,
-                    "gradient": pulled_back(stack, x, seed) / law,
-                    "jacobian": mean_squared_singular_value(jacobian(small, token)) / small_law,
-                }
-            )
+        law = growth_law(scale, shape.depth)
+        for seed in range(shape.seeds):
+            stack = orthogonal_stack(shape.width, 2 * shape.depth, scale, seed)
+            x = _unit_tokens(shape.tokens, shape.width, seed)
+            stream, gradient = float(stack(x).square().mean()), pulled_back(stack, x, seed)
+            rows.append({"scale": scale, "seed": seed, "stream": stream / law, "gradient": gradient / law})
     return pd.DataFrame(rows)
 
 
-def _decoder(exact: Exact, scale: float, seed: int) -> Decoder:
+def jacobians(shape: Shape, scales: Sequence[float]) -> pd.DataFrame:
+    """The same of the mean squared singular value of the whole Jacobian, in the mean over tokens: `jacobian`."""
+    rows = []
+    for scale in scales:
+        for seed in range(shape.seeds):
+            stack = orthogonal_stack(shape.width, 2 * shape.depth, scale, seed)
+            matrices = torch.func.vmap(torch.func.jacrev(stack))(_unit_tokens(shape.tokens, shape.width, seed))
+            found = float(np.mean([mean_squared_singular_value(matrix) for matrix in matrices]))
+            rows.append({"scale": scale, "seed": seed, "jacobian": found / growth_law(scale, shape.depth)})
+    return pd.DataFrame(rows)
+
+
+def _decoder(shape: Shape, scale: float, seed: int) -> Decoder:
     """An untrained decoder whose matrices start with GPT-2's standard deviation, not smaller with depth."""
     config = DecoderConfig(
-        width=exact.width,
+        width=shape.width,
         heads=1,
-        context=exact.tokens,
+        context=shape.tokens,
         vocabulary=data.VOCABULARY,
-        depth=exact.depth,
-        init_std=0.55 / exact.width**0.5,
+        depth=shape.depth,
+        init_std=0.55 / shape.width**0.5,
         weight_init="plain",
         connection=ConnectionConfig("scaled", scale=scale),
     )
@@ -150,7 +169,7 @@ def _stream_squares(model: Decoder, tokens: Tensor) -> tuple[float, float, float
     return first, last, sum(written)
 
 
-def built(exact: Exact, scales: Sequence[float]) -> pd.DataFrame:
+def built(shape: Shape, scales: Sequence[float]) -> pd.DataFrame:
     """Untrained decoders on random tokens; one row for each scale and seed.
 
     `growth`: E|x_L|^2 / E|x_0|^2; `law`: E|x_L|^2 over E|x_0|^2 + s^2 sum E|f_l|^2, 1 where branches are at right
@@ -158,9 +177,9 @@ def built(exact: Exact, scales: Sequence[float]) -> pd.DataFrame:
     """
     rows = []
     for scale in scales:
-        for seed in range(exact.seeds):
-            model = _decoder(exact, scale, seed)
-            values = np.random.default_rng(seed).integers(0, data.VOCABULARY, (4, exact.tokens))
+        for seed in range(shape.seeds):
+            model = _decoder(shape, scale, seed)
+            values = np.random.default_rng(seed).integers(0, data.VOCABULARY, (4, shape.tokens))
             tokens = torch.from_numpy(values)
             first, last, written = _stream_squares(model, tokens)
             rows.append(
@@ -186,12 +205,12 @@ def _worst(table: pd.DataFrame, column: str) -> Estimate:
     return mean_of(_of(table, column, float((means - 1).abs().idxmax())))
 
 
-def exact_estimates(law: pd.DataFrame, decoders: pd.DataFrame) -> dict[str, Estimate]:
-    """The checks on `constructed` and `built` at SCALES, by name."""
+def exact_estimates(law: pd.DataFrame, chis: pd.DataFrame, decoders: pd.DataFrame) -> dict[str, Estimate]:
+    """The checks on `constructed`, `jacobians` and `built` at SCALES, by name."""
     depths = zip(*(_of(decoders, "effective_depth", scale) for scale in (SMALL, ONE)), strict=True)
     return {
         "stream_law": _worst(law, "stream"),
-        "jacobian_law": _worst(law, "jacobian"),
+        "jacobian_law": _worst(chis, "jacobian"),
         "gradient_law": _worst(law, "gradient"),
         "stream_built": _worst(decoders, "law"),
         "growth_one": mean_of(_of(decoders, "growth", ONE)),

@@ -46,7 +46,7 @@ def draw(
 
 
 def _draw_growth(axes: Axes, params: Params, against_law: pd.DataFrame, untrained: pd.DataFrame) -> None:
-    depth = params.claims.residual_scale.exact.depth
+    depth = params.claims.residual_scale.exact.decoder.depth
     line = np.geomspace(min(SCALES), max(SCALES), 50)
     axes.plot(line, [growth_law(s, depth) for s in line], color="0.3", linestyle=":", label="law: 1 + 2 L s²")
     laws = [growth_law(s, depth) for s in against_law["scale"]]
@@ -109,7 +109,7 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     entropy = trained[arm_name(SHALLOW_SCALES[0])][0].context_free_loss
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
     if settled:
-        axes.set_ylim(min(settled) - 0.1, max(*settled, entropy) + 0.3)
+        axes.set_ylim(min(*settled, entropy) - 0.1, max(*settled, entropy) + 0.3)
     axes.set(xlabel="step", ylabel="training loss (nats per byte, mean of 10)")
     axes.set_title(f"{params.claims.residual_scale.depth} blocks, each at its best rate")
     axes.legend()
@@ -134,4 +134,6 @@ def _draw_costs(axes: Axes, params: Params, seen: Mapping[str, Sequence[Inside]]
     axes.set_xticks(range(0, blocks, max(1, blocks // 6)))
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set(title="Trained: what skipping a block costs", xlabel="block skipped (0: first)", ylabel="nats per byte")
-    axes.legend()
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(bottom, top + 0.4 * (top - bottom))  # room for the legend
+    axes.legend(loc="upper right")
