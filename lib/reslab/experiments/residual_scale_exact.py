@@ -202,7 +202,7 @@ def _of(table: pd.DataFrame, column: str, scale: float) -> list[float]:
 def _worst(table: pd.DataFrame, column: str) -> Estimate:
     """Mean over seeds of the column, at the scale where that mean is farthest from 1."""
     means = table.groupby("scale")[column].mean()
-    return mean_of(_of(table, column, float((means - 1).abs().idxmax())))
+    return mean_of(_of(table, column, float(means.index[int((means - 1).abs().argmax())])))
 
 
 def exact_estimates(law: pd.DataFrame, chis: pd.DataFrame, decoders: pd.DataFrame) -> dict[str, Estimate]:

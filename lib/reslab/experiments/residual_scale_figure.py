@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -50,7 +50,7 @@ def _draw_growth(axes: Axes, params: Params, against_law: pd.DataFrame, untraine
     line = np.geomspace(min(SCALES), max(SCALES), 50)
     axes.plot(line, [growth_law(s, depth) for s in line], color="0.3", linestyle=":", label="law: 1 + 2 L s²")
     laws = [growth_law(s, depth) for s in against_law["scale"]]
-    size = {"linestyle": "none", "markersize": 5, "alpha": 0.7}
+    size: dict[str, Any] = {"linestyle": "none", "markersize": 5, "alpha": 0.7}
     black = plotting.COLOURS["control"]
     axes.plot(against_law["scale"], against_law["stream"] * laws, "o", color=black, label="unit branches", **size)
     axes.plot(untrained["scale"], untrained["growth"], "^", color=plotting.colour("add"), label="decoder", **size)
