@@ -126,6 +126,10 @@ COLOURS = {
     "leaky 1/T": _PALETTE[4],
     "diagonal": _PALETTE[2],
     "diagonal, set short": _PALETTE[7],
+    "scale 1": _PALETTE[0],
+    "scale 0.3": _PALETTE[1],
+    "scale 0.1": _PALETTE[2],
+    "scale 0.03": _PALETTE[3],
     "control": (0.4, 0.4, 0.4),
 }
 """Colour-blind-safe colour of each method and implementation; those that share one are in no figure together."""
