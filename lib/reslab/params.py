@@ -25,8 +25,8 @@ from reslab.experiments.no_residual_collapse import Parameters as NoResidualColl
 from reslab.experiments.pre_vs_post_ln import Parameters as PreVsPostLn
 from reslab.experiments.prenorm_dilution import Parameters as PrenormDilution
 from reslab.experiments.residual_health import Parameters as ResidualHealth
-from reslab.experiments.sandwich_ln import Parameters as SandwichLn
 from reslab.experiments.residual_scale import Parameters as ResidualScale
+from reslab.experiments.sandwich_ln import Parameters as SandwichLn
 from reslab.experiments.state_space_residuals import Parameters as StateSpaceResiduals
 from reslab.models.decoder import DecoderShape
 from reslab.schema import Settings, UserError, did_you_mean, validate
