@@ -62,7 +62,9 @@ def _depth_axis(axes: Axes, table: pd.DataFrame) -> None:
 def _log_scale(axes: Axes) -> None:
     """With numbers also where the values span less than a factor of ten."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    low, high = axes.get_ylim()
+    near = high / low < 100
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if near else (1.0,)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
@@ -85,7 +87,7 @@ def _draw_by_depth(axes: Axes, table: pd.DataFrame, column: str, title: str, lab
     _depth_axis(axes, table)
     _log_scale(axes)
     axes.set(title=title, ylabel=label)
-    axes.legend()
+    axes.legend(loc="center right", fontsize=7)
 
 
 def _draw_dead(axes: Axes, table: pd.DataFrame) -> None:
@@ -104,7 +106,7 @@ def _draw_dead(axes: Axes, table: pd.DataFrame) -> None:
     axes.axhline(0.5, color=plotting.COLOURS["control"], linestyle=":", linewidth=1, label="counts as a dead zone")
     _depth_axis(axes, table)
     axes.set(title="Untrained: dead parts", ylabel="share of all", ylim=(-0.03, 1.03))
-    axes.legend(loc="upper right")
+    axes.legend(loc="center", bbox_to_anchor=(0.5, 0.3))
 
 
 def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
