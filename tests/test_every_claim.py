@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[clones.Clone]:
     """A tarball's clone whose pipeline has run to its end."""
     made = clones.clone(tmp_path_factory.mktemp("claims") / "project", git=False, every_claim=True)
-    done = made.call("dvc", "repro", timeout=900)
+    done = made.call("dvc", "repro", timeout=3000)
     assert done.returncode == 0, done.stdout + done.stderr
     yield made
     made.end()
