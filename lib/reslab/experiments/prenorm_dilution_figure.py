@@ -134,7 +134,8 @@ def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
         xlabel=f"sublayer that reads, of {sublayers} (last: the head)",
         ylabel="share in what it reads",
     )
-    _label_post(params, axes)
+    axes.set_ylim(bottom=axes.get_ylim()[0] / 20)  # room for the legend
+    _label_post(params, axes, loc="lower left", ncols=2)
 
 
 def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
@@ -151,7 +152,8 @@ def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
         xlabel="block that reads (last: the head)",
         ylabel="mean square / the embedding's",
     )
-    _label_post(params, axes)
+    axes.set_ylim(bottom=axes.get_ylim()[0] / 100)  # room for the legend
+    _label_post(params, axes, loc="lower left", ncols=2)
 
 
 def _draw_outputs(axes: Axes, params: Params, seen: Seen) -> None:
