@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from reslab import data
-from reslab.plotting import moving_average
+from reslab.stats import moving_average
 from reslab.training import RunRecord
 
 __all__ = [

@@ -45,15 +45,15 @@ class Claims(Settings):
     fp16_swamping: Fp16Swamping
     layer_drop_redundancy: LayerDropRedundancy
     attention_residual_gains: AttentionResidualGains
-    attention_residual_cost: AttentionResidualCost
+    residual_scale: ResidualScale
     sandwich_ln: SandwichLn
     depth_scaled_init: DepthScaledInit
     residual_health: ResidualHealth
     prenorm_dilution: PrenormDilution
+    layer_roles: LayerRoles
     diffusion_residuals: DiffusionResiduals
     state_space_residuals: StateSpaceResiduals
-    layer_roles: LayerRoles
-    residual_scale: ResidualScale
+    attention_residual_cost: AttentionResidualCost
 
 
 class Params(Settings):

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from reslab.stats import mean_of
 
-__all__ = ["COLOURS", "colour", "figure", "interval", "moving_average", "save", "seed_lines", "title"]
+__all__ = ["COLOURS", "colour", "figure", "interval", "save", "seed_lines", "title"]
 
 Colour = tuple[float, ...]
 
@@ -181,16 +181,6 @@ def interval(
     if mean.low is not None and mean.high is not None:
         draw([mean.low, mean.high], linewidth=width, alpha=0.3, solid_capstyle="butt")
     draw(dots, marker=marker, markersize=size, linestyle="none")
-
-
-def moving_average(series: Sequence[float], window: int) -> np.ndarray:
-    """Mean over the last `window` values, or as many as there are."""
-    values = np.asarray(series, dtype=float)
-    sums = np.cumsum(np.insert(values, 0, 0.0))
-    ends = np.arange(1, len(values) + 1)
-    begins = np.maximum(0, ends - window)
-    averaged: np.ndarray = (sums[ends] - sums[begins]) / (ends - begins)
-    return averaged
 
 
 def colour(name: str) -> Colour:

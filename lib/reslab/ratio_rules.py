@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from scipy.stats import rankdata
+import pandas as pd
 
 __all__ = ["auc", "detection", "inside", "law", "rank_correlation", "stratified_auc"]
 
@@ -45,7 +45,7 @@ def auc(scores: Sequence[float], failed: Sequence[bool]) -> float:
     n, m = int(ill.sum()), int((~ill).sum())
     if not n or not m or np.isnan(values).any():
         return math.nan
-    return float((rankdata(values)[ill].sum() - n * (n + 1) / 2) / (n * m))
+    return float((pd.Series(values).rank()[ill].sum() - n * (n + 1) / 2) / (n * m))
 
 
 def stratified_auc(scores: Sequence[float], failed: Sequence[bool], strata: Sequence[object]) -> float:
@@ -76,5 +76,5 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
     values = np.array([x, y], dtype=float)
     if np.isnan(values).any() or values.shape[1] < 2:
         return math.nan
-    ranks = np.array([rankdata(row) for row in values])
+    ranks = pd.DataFrame(values).rank(axis=1).to_numpy()
     return math.nan if (np.ptp(ranks, axis=1) == 0).any() else float(np.corrcoef(ranks)[0, 1])

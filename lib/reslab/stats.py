@@ -14,6 +14,7 @@ __all__ = [
     "deterministic",
     "fisher_g",
     "mean_of",
+    "moving_average",
     "paired_difference",
     "slope",
     "unexplained_share",
@@ -111,3 +112,13 @@ def detrended(series: Sequence[float]) -> np.ndarray:
 def unexplained_share(series: Sequence[float], control: Sequence[float]) -> float:
     """Share of the variance of `series` that a straight line in `control` leaves (1 - R^2), both detrended."""
     return float(1 - np.corrcoef(detrended(series), detrended(control))[0, 1] ** 2)
+
+
+def moving_average(series: Sequence[float], window: int) -> np.ndarray:
+    """Mean over the last `window` values, or as many as there are."""
+    values = np.asarray(series, dtype=float)
+    sums = np.cumsum(np.insert(values, 0, 0.0))
+    ends = np.arange(1, len(values) + 1)
+    begins = np.maximum(0, ends - window)
+    averaged: np.ndarray = (sums[ends] - sums[begins]) / (ends - begins)
+    return averaged

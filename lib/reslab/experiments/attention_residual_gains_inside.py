@@ -10,7 +10,6 @@ from itertools import islice
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.linear_model import RidgeClassifier
 from torch import Tensor, nn
 
 from reslab import data
@@ -153,4 +152,6 @@ def decodability(fit: Labelled, test: Labelled) -> float:
     Ridge regression on one-hot classes, in closed form (Hastie et al. 2009, "The Elements of Statistical Learning",
     section 4.2), which has no learning rate that could favour one model.
     """
+    from sklearn.linear_model import RidgeClassifier  # a second of imports, which params.py would pay for
+
     return float(RidgeClassifier(solver="cholesky").fit(*fit).score(*test))

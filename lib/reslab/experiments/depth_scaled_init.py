@@ -15,8 +15,7 @@ from reslab.claims import Check, Published, Question, Role, Section, criteria_mo
 from reslab.comparison import Arm, Rates, RateSweep, Runs, choose_rates, each, held_out, profile_of, train_arms
 from reslab.experiments.depth_scaled_init_exact import INITS, NORMS, Exact, Norm, exact_estimates, start
 from reslab.experiments.runs import decoder_run
-from reslab.plotting import moving_average
-from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_difference
+from reslab.stats import Estimate, detectable, deterministic, mean_of, moving_average, paired_difference
 from reslab.training import RunRecord
 
 if TYPE_CHECKING:

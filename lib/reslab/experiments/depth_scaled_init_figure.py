@@ -15,7 +15,7 @@ from reslab import data, plotting
 from reslab.comparison import Runs
 from reslab.experiments.depth_scaled_init import BEHIND, LARGE, SMALL, TITLE, arm_name, harm
 from reslab.experiments.depth_scaled_init_exact import NORMS, predicted_loss
-from reslab.stats import mean_of
+from reslab.stats import mean_of, moving_average
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -115,7 +115,7 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     for init in (SMALL, LARGE):
         for norm in NORMS:
             records = trained[arm_name(init, deep, norm)]
-            series = [plotting.moving_average(record.train_loss, section.window) for record in records]
+            series = [moving_average(record.train_loss, section.window) for record in records]
             plotting.seed_lines(axes, f"std {init}", series, style=STYLES[norm], label=False)
             colour = plotting.colour(f"std {init}")
             axes.plot([], [], color=colour, linestyle=STYLES[norm], label=f"{init}, {BEHIND[norm]}")

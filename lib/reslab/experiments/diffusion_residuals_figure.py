@@ -16,6 +16,7 @@ from reslab.experiments import diffusion_residuals_pictures as looks
 from reslab.experiments.diffusion_residuals import INSIDE, TITLE, last_share
 from reslab.experiments.diffusion_residuals_arms import ARMS, COMPARISONS
 from reslab.sampling import Path
+from reslab.stats import moving_average
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -56,14 +57,15 @@ def _draw_training(axes: Axes, trained: Runs) -> None:
     for arm in ARMS:
         losses = [record.train_loss for record in trained[arm] if record.train_loss]
         window = max(1, max(map(len, losses), default=1) // 10)
-        smooth = [plotting.moving_average(loss, window) for loss in losses]
+        smooth = [moving_average(loss, window) for loss in losses]
         plotting.seed_lines(axes, arm, smooth, style=_style(arm))
     axes.axhline(1, color=GREY, linewidth=1, label="no noise predicted")
     axes.set_yscale("log")
     axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
     axes.minorticks_off()
     axes.set(title="Training (mean of last tenth)", xlabel="step", ylabel="mean square error of the noise")
-    axes.legend(fontsize=6, loc="upper right", ncols=2, bbox_to_anchor=(1, 0.87))
+    axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
+    axes.legend(fontsize=6, loc="upper right", ncols=2)
 
 
 def _across(axes: Axes, arms: tuple[str, ...]) -> None:
@@ -83,7 +85,7 @@ def _draw_losses(axes: Axes, trained: Runs) -> None:
     _across(axes, ARMS)
     axes.set_xlim(left=0)
     axes.set(title="Held-out test loss (seeds, 95 %)", xlabel="mean square error of the noise")
-    axes.legend(fontsize=6, loc="lower right")
+    axes.legend(fontsize=6, loc="center right", bbox_to_anchor=(0.95, 0.52))
 
 
 def _draw_structure(axes: Axes, params: Params, kept: pd.DataFrame) -> None:

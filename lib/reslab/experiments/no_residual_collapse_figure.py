@@ -18,6 +18,7 @@ from reslab.experiments.no_residual_collapse import (
     plateau,
     skip_name,
 )
+from reslab.stats import moving_average
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -44,7 +45,7 @@ def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
 def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     settled: list[float] = []
     for weight in params.claims.no_residual_collapse.skips:
-        series = [plotting.moving_average(record.train_loss, 20) for record in trained[skip_name(weight)]]
+        series = [moving_average(record.train_loss, 20) for record in trained[skip_name(weight)]]
         plotting.seed_lines(axes, skip_name(weight), series)
         settled += [value for values in series for value in values[len(values) // 5 :] if np.isfinite(value)]
     entropy = trained[skip_name(0)][0].context_free_loss

@@ -19,7 +19,7 @@ from reslab.curves import LABELS, Label, label
 from reslab.experiments.pre_vs_post_ln import GAIN, TITLE, WEIGHT, turns
 from reslab.experiments.pre_vs_post_ln_exact import INITIAL_ARMS, initial_streams, stream_band
 from reslab.experiments.pre_vs_post_ln_grid import METHODS, Grid, best, brackets, jumps
-from reslab.stats import mean_of
+from reslab.stats import mean_of, moving_average
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -90,7 +90,7 @@ def _draw_losses(axes: Axes, params: Params, tried: Grid, trained: Runs) -> None
     drawn.append(("DeepNorm", trained["DeepNorm"], "-"))
     settled: list[float] = []
     for method, records, style in drawn:
-        series = [plotting.moving_average(record.train_loss, 10) for record in records]
+        series = [moving_average(record.train_loss, 10) for record in records]
         plotting.seed_lines(axes, method, series, style=style, label=style == "-")
         settled += [value for values in series for value in values[len(values) // 5 :] if np.isfinite(value)]
     entropy = tried["Pre-LN", shallow, section.learning_rates[0]][0].context_free_loss

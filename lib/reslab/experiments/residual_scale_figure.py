@@ -18,6 +18,7 @@ from reslab.experiments.pre_vs_post_ln_figure import MARKS
 from reslab.experiments.residual_scale import DEEP_SCALES, SHALLOW_SCALES, TITLE, Grid, arm_name
 from reslab.experiments.residual_scale_exact import SCALES, growth_law
 from reslab.experiments.residual_scale_inside import Inside
+from reslab.stats import moving_average
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -103,7 +104,7 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     settled: list[float] = []
     for scale in SHALLOW_SCALES:
         records = trained[arm_name(scale)]
-        series = [plotting.moving_average(record.train_loss, 10) for record in records]
+        series = [moving_average(record.train_loss, 10) for record in records]
         plotting.seed_lines(axes, arm_name(scale), series)
         settled += [value for values in series for value in values[len(values) // 6 :] if np.isfinite(value)]
     entropy = trained[arm_name(SHALLOW_SCALES[0])][0].context_free_loss

@@ -239,7 +239,8 @@ def recall_run(params: Params, method: str, length: int, *, blocks: int = 1, ski
         optimisation=params.optimisation.model_copy(update=recipe),
         learning_rate=1.0,
         seed=0,
-        device=params.device,
+        # a loop over time would be unrolled into one graph for each length
+        device=params.device.model_copy(update={"compile": False}),
     )
 
 

@@ -24,7 +24,7 @@ from reslab.experiments.state_space_residuals import (
     gradients_of,
 )
 from reslab.experiments.state_space_residuals_exact import INCREMENT, KINDS, STATE
-from reslab.stats import mean_of
+from reslab.stats import mean_of, moving_average
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -122,10 +122,10 @@ def _draw_training(axes: Axes, params: Params, trained: Runs) -> None:
     for method in METHODS:
         records = trained[arm_name(method, section.lengths[-1])]
         window = max(1, section.steps // 18)
-        plotting.seed_lines(axes, method, [plotting.moving_average(r.train_loss, window) for r in records])
+        plotting.seed_lines(axes, method, [moving_average(r.train_loss, window) for r in records])
     axes.axhline(np.log(section.symbols), color=plotting.COLOURS["control"], linestyle=":", label="guessing")
     axes.set(title=f"Training over {section.lengths[-1]} tokens", xlabel="step", ylabel="nats (mean of last batches)")
-    axes.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1, 0.08))
+    axes.legend(fontsize=6, loc="lower right", bbox_to_anchor=(1, 0.06))
 
 
 def _draw_two_blocks(axes: Axes, params: Params, trained: Runs) -> None:
