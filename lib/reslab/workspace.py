@@ -37,7 +37,7 @@ def create(folder: Path, scale: str) -> dict[str, str]:
         source, target = paths.ROOT / name, folder / name
         if source.is_dir():
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__", ".ipynb_checkpoints"))
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns(".ipynb_checkpoints"))
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, target)

@@ -4,8 +4,8 @@ Letters: v_0 the embedding, v_i the output of sublayer i (not the cumulative str
 G heads; l the sublayer's number from 1; w_l its query; a_i [..., G] the depth weights.
 """
 
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field, model_validator
@@ -25,6 +25,8 @@ __all__ = [
     "inverse_rms",
     "weighted_sum",
 ]
+
+R = TypeVar("R")
 
 
 def align_to_sources(weights: Tensor, count: int, surplus: float) -> Tensor:
@@ -158,6 +160,15 @@ class Sources(NamedTuple):
     """What all layers share: key and value projections."""
 
 
+def _ungraphed(function: Callable[..., R], *args: Any) -> R:
+    """function(*args), which a trace leaves out of its graphs: the bank's kernels keep their rows outside of it."""
+    if not torch.compiler.is_compiling():
+        return function(*args)
+    from reslab.residuals.ungraphed import call
+
+    return call(function, *args)
+
+
 class Banked(NamedTuple):
     """The stream of `attnres` where a bank keeps the sources."""
 
@@ -284,9 +295,8 @@ class DepthEnds(Ends):
     def start(self, x: Tensor) -> "Sources | Banked":
         if self.implementation(x) == "naive":
             return Sources((x,), self.key_of(x), -1, self)
-        return self._start_bank(x)
+        return _ungraphed(self._start_bank, x)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _start_bank(self, x: Tensor) -> Banked:
         queries = torch.stack([wide(site.weights.query) for site in (*self.sites, self.output)])
         if self.options.key_rank is not None:  # q . P k = (P^T q) . k
@@ -363,9 +373,8 @@ class AttnRes(Connection):
         return {f"weights.{name}": self.options.query_rate for name, _ in self.weights.named_parameters()}
 
     def read(self, stream: Sources | Banked) -> Tensor:
-        return self._read_bank(stream) if isinstance(stream, Banked) else self._read(stream)
+        return _ungraphed(self._read_bank, stream) if isinstance(stream, Banked) else self._read(stream)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _read_bank(self, stream: Banked) -> Tensor:
         if stream.bank.takes_read(self.site.index, stream.rows):
             return stream.bank.read(stream.token, self.site.index)
@@ -393,9 +402,10 @@ class AttnRes(Connection):
         return self.weights.activate([self._score(stream, place, query) for place in places])
 
     def write(self, stream: Sources | Banked, update: Tensor) -> Sources | Banked:
-        return self._write_bank(stream, update) if isinstance(stream, Banked) else self._write(stream, update)
+        if isinstance(stream, Banked):
+            return _ungraphed(self._write_bank, stream, update)
+        return self._write(stream, update)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _write_bank(self, stream: Banked, update: Tensor) -> Sources | Banked:
         row = self.site.index + 1
         if stream.bank.takes_row(row, stream.rows):
