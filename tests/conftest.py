@@ -1,5 +1,14 @@
-"""What several test modules share: settings, a small text, a tiny run, a folder for run records."""
+"""What several test modules share: settings, a small text, a tiny run, a folder for run records.
 
+The session's processes share a new folder for run records, so that it depends on no earlier run and leaves none behind.
+"""
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +21,31 @@ from reslab.models.decoder import DecoderConfig
 from reslab.training import Device, Optimisation, RunConfig
 
 WORDS = ("alpha", "beta", "gamma", "delta", "lambda", "omega")
+
+
+OWNER = "PYTEST_XDIST_WORKER" not in os.environ
+"""Whether this is the process that starts the others."""
+
+
+def pytest_configure() -> None:
+    if OWNER:
+        os.environ["RESLAB_RUNS"] = tempfile.mkdtemp(prefix="reslab-runs-")
+    paths.RUNS = Path(os.environ["RESLAB_RUNS"])
+
+
+def pytest_unconfigure() -> None:
+    if OWNER:
+        shutil.rmtree(paths.RUNS, ignore_errors=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _presets_composed_once() -> Iterator[None]:
+    """Composing one takes most of a second, and hundreds of tests do."""
+    compose = functools.cache(lambda conf, scale: original(scale))
+    original = params._compose
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(params, "_compose", lambda scale: deepcopy(compose(paths.CONF, scale)))
+        yield
 
 
 @pytest.fixture(autouse=True)

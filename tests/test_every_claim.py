@@ -35,12 +35,6 @@ def test_every_notebook_leaves_its_results_and_no_noise(finished: clones.Clone) 
         assert noise == [], name
 
 
-@pytest.fixture(scope="module")
-def runs_of_all(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty folder for run records that the claims share, as they share it in the pipeline."""
-    return tmp_path_factory.mktemp("runs")
-
-
 def _run_cells(name: str, figures: Path) -> None:
     """A notebook's code at smoke scale, cell after cell, in this process."""
     namespace: dict[str, object] = {}
@@ -53,11 +47,12 @@ def _run_cells(name: str, figures: Path) -> None:
 
 
 @pytest.mark.parametrize("name", notebook.names())
-def test_a_second_run_gives_the_same_files(
-    finished: clones.Clone, runs_of_all: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All bytes but those of measured times, which are named by the role of their checks; trained anew."""
-    monkeypatch.setattr(paths, "RUNS", runs_of_all)
+def test_a_second_run_gives_the_same_files(finished: clones.Clone, name: str, tmp_path: Path) -> None:
+    """All bytes but those of measured times, which are named by the role of their checks; trained anew.
+
+    The session's run records are not those of the pipeline.
+    """
+    assert finished.runs != paths.RUNS
     _run_cells(name, tmp_path)
     first, second = (claims.read(folder / f"{name}.json") for folder in (finished.root / "figures", tmp_path))
     if any(check.role == "measured" for check in first.checks):
