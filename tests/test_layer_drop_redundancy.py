@@ -230,7 +230,7 @@ def test_part_has_evenly_spaced_examples_and_later_batches(tiny: RunConfig) -> N
     step = (len(inputs) - 1) / 4
     assert torch.equal(chosen, inputs[[round(i * step) for i in range(5)]])
     assert torch.equal(part.batch(0, 2, 4)[1], task.batch(0, 5, 4)[1])
-    assert measured.Part(task, 10**6).context_free_loss == pytest.approx(task.context_free_loss)
+    assert measured.Part(task, 10**6).context_free_loss("test") == pytest.approx(task.context_free_loss("test"))
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_measured_losses_are_those_of_the_model_without_these_blocks(small: RunR
     whole = evaluate(small.config, part, model, "test")
     assert whole is not None
     assert found.loss == whole[0]
-    assert found.gain == pytest.approx(part.context_free_loss - found.loss)
+    assert found.gain == pytest.approx(part.context_free_loss("test") - found.loss)
     for order, sets in found.dropped.items():
         assert [len(blocks) for blocks in sets] == [1, 2]
         assert found.curves[order][0] == found.single[sets[0][0]]

@@ -67,7 +67,7 @@ def check_surgery(trained: Runs, found: claim.Models) -> None:
         return measured[0]
 
     whole = loss()
-    assert model.gain == pytest.approx(part.context_free_loss - whole)
+    assert model.gain == pytest.approx(part.context_free_loss("test") - whole)
     blocks = decoder.get_submodule("stack.blocks")
     assert isinstance(blocks, torch.nn.ModuleList)
     with skipped(blocks, 2):

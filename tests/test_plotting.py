@@ -22,6 +22,17 @@ def test_interval_is_that_of_the_mean_with_a_dot_a_seed(sideways: bool) -> None:
     assert (dots[across], dots[along]) == ([7, 7, 7], VALUES)
 
 
+@pytest.mark.parametrize("scale", ["linear", "log", "symlog"])
+@pytest.mark.parametrize("below", [False, True])
+def test_a_legend_beside_the_data_gets_room_of_its_own(scale: str, below: bool) -> None:
+    with plotting.figure(1, 1) as (_, axes):
+        axes[0].set_yscale(scale)
+        axes[0].plot([1, 2, 3], [1, 10, 100], label="data")
+        plotting.legend_beside(axes[0], room=0.4, below=below)
+        heights = axes[0].transAxes.inverted().transform(axes[0].transData.transform([(1, 1), (3, 100)]))[:, 1]
+    assert (heights[0] > 0.4) if below else (heights[1] < 0.6)
+
+
 def test_interval_leaves_out_what_was_not_measured() -> None:
     """A dot for each seed that was, and no bar."""
     with plotting.figure(1, 1) as (_, axes):

@@ -117,7 +117,7 @@ def test_report_is_written(figures: Path) -> None:
     assert board[2] == [
         "It collapses",
         "**supported**",
-        "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats",
+        "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats: **holds**",
         f"[{NAME}.png]({NAME}.png)",
     ]
     assert checks[2] == [
@@ -132,9 +132,9 @@ def test_report_is_written(figures: Path) -> None:
     assert checks[3][0] == "A2.1 (control)"
     assert published[2] == ["exponent", "3", "2.98", "a paper"]
     assert sentences[2][0] == "A1"
-    assert sentences[2][2] == "1 holds"
+    assert sentences[2][2:] == ["01", "1 holds"]
     assert {row[0]: row[1] for row in sentences[2:]} == report.sentences()
-    assert {row[2] for row in sentences[3:]} == {"not tested"}, "A2.1 has a control alone"
+    assert {row[3] for row in sentences[3:]} == {"not tested"}, "A2.1 has a control alone"
 
 
 def test_csv_has_a_row_for_each_check(figures: Path) -> None:
@@ -180,9 +180,26 @@ def test_scoreboard_shows_verdict_key_number_and_reason(figures: Path) -> None:
     lines = [line.strip() for line in report.scoreboard().splitlines()]
     assert lines[:3] == [
         f"{NAME}  supported",
-        "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats",
+        "statement of loss_gap: 0.512 [0.4, 0.6] (n=3) nats: holds",
         "1 of 1 checks hold",
     ]
+
+
+def test_a_lost_control_is_told_beside_the_sentence(figures: Path) -> None:
+    lost = record(check(outcome="fails"), check("same", role="control", outcome="fails"), claim="03_rezero")
+    claims.write(lost.model_copy(update={"verdict": "inconclusive"}), figures)
+    claims.write(record(), figures)
+    report.write()
+    row = tables((figures / "README.md").read_text())[-1][2]
+    assert row[2:] == ["01, 03", "1 holds, 1 fails, a control is not met in 03"]
+
+
+def test_arms_at_the_edge_of_their_rates_are_told_apart(figures: Path) -> None:
+    """Their names may have commas."""
+    arms = {"Pre-LN, 6 blocks": {"at_edge_of_grid": True}, "Full, 6": {"at_edge_of_grid": True}, "Block": {}}
+    claims.write(record().model_copy(update={"arms": arms}), figures)
+    report.write()
+    assert "may lie beyond: Pre-LN, 6 blocks; Full, 6.\n" in (figures / "README.md").read_text()
 
 
 def test_bars_in_a_cell_do_not_split_it(figures: Path) -> None:

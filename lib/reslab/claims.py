@@ -174,7 +174,7 @@ def judge(
                 name=name,
                 statement=question.statement.format(**numbers),
                 role=question.role,
-                unit=question.unit,
+                unit=question.unit.format(**numbers),
                 estimate=estimate,
                 criterion=criterion,
                 outcome=criterion.judge(estimate),

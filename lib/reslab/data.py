@@ -90,9 +90,8 @@ class Task(Protocol):
         """All of a held-out split, always the same batches."""
         ...
 
-    @property
-    def context_free_loss(self) -> float:
-        """Held-out loss (nats, or mean square error) of the best guess that does not look at the input."""
+    def context_free_loss(self, split: Split) -> float:
+        """Loss (nats, or mean square error) of the best guess that does not look at the input, on a held-out split."""
         ...
 
 
@@ -231,11 +230,10 @@ class Text:
         for at in range(0, len(starts), 32):
             yield self._windows(text, starts[at : at + 32])
 
-    @property
-    def context_free_loss(self) -> float:
-        """Cross entropy in nats of the test windows under the training split's byte frequencies."""
+    def context_free_loss(self, split: Split) -> float:
+        """Cross entropy in nats of the split's windows under the training split's byte frequencies."""
         logs = self.corpus.unigram()
-        losses = [-logs[targets.numpy()] for _, targets in self.held_out("test")]
+        losses = [-logs[targets.numpy()] for _, targets in self.held_out(split)]
         return float(np.concatenate(losses).mean())
 
 
@@ -291,8 +289,7 @@ class Hops:
     def held_out(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         yield self._draw(np.random.default_rng([0, 0, len(split)]), self.HELD_OUT)
 
-    @property
-    def context_free_loss(self) -> float:
+    def context_free_loss(self, split: Split) -> float:
         """ln n: without the table all symbols are equally likely."""
         return float(np.log(self.config.symbols))
 
@@ -348,8 +345,7 @@ class Recall:
     def held_out(self, split: Split) -> Iterator[tuple[Tensor, Tensor]]:
         yield self._draw(np.random.default_rng([0, 0, len(split)]), self.HELD_OUT)
 
-    @property
-    def context_free_loss(self) -> float:
+    def context_free_loss(self, split: Split) -> float:
         """ln n: without the first token all symbols are equally likely."""
         return float(np.log(self.config.symbols))
 
@@ -395,8 +391,7 @@ class Digits:
         part = slice(self.ranges[split].start, self.ranges[split].stop)
         yield self.images[part], self.classes[part]
 
-    @property
-    def context_free_loss(self) -> float:
+    def context_free_loss(self, split: Split) -> float:
         """ln 10: the ten digits are equally frequent."""
         return float(np.log(10))
 
@@ -454,12 +449,11 @@ class MaskedDigits(_DerivedDigits):
         pixels = grid.repeat_interleave(self.patch, -1).repeat_interleave(self.patch, -2)
         return (images, masked), torch.where(pixels, images, torch.nan)
 
-    @property
-    def context_free_loss(self) -> float:
+    def context_free_loss(self, split: Split) -> float:
         """Mean square error of the training images' mean."""
         train = self.digits.ranges["train"]
         mean = self.digits.images[train.start : train.stop].mean(0)
-        errors = torch.cat([(targets - mean).square() for _, targets in self.held_out("test")])
+        errors = torch.cat([(targets - mean).square() for _, targets in self.held_out(split)])
         return float(errors[~errors.isnan()].mean())
 
 
@@ -487,10 +481,9 @@ class NoisyDigits(_DerivedDigits):
         noisy = angle.cos() * images + angle.sin() * noise
         return (noisy, time, classes) if self.labels else (noisy, time), noise
 
-    @property
-    def context_free_loss(self) -> float:
+    def context_free_loss(self, split: Split) -> float:
         """That of guessing no noise: 1 in expectation."""
-        return float(torch.cat([noise for _, noise in self.held_out("test")]).square().mean())
+        return float(torch.cat([noise for _, noise in self.held_out(split)]).square().mean())
 
 
 TaskConfig = TextConfig | HopsConfig | RecallConfig | DigitsConfig | MaskedDigitsConfig | NoisyDigitsConfig

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from reslab.stats import mean_of
 
-__all__ = ["COLOURS", "colour", "figure", "interval", "save", "seed_lines", "title"]
+__all__ = ["COLOURS", "colour", "figure", "interval", "legend_beside", "save", "seed_lines", "title"]
 
 Colour = tuple[float, ...]
 
@@ -186,6 +186,16 @@ def interval(
 def colour(name: str) -> Colour:
     """The method's colour; a method without one of its own gets one by its name."""
     return COLOURS.get(name, _PALETTE[sum(map(ord, name)) % len(_PALETTE)])
+
+
+def legend_beside(axes: Axes, *, room: float = 0.3, below: bool = False, ncols: int = 2, fontsize: float = 6.5) -> None:
+    """A legend above the data (or below them), in a share `room` of the axes that is added for it, on any scale."""
+    scale = axes.yaxis.get_transform()
+    low, high = scale.transform(np.array(axes.get_ylim()))
+    added = (high - low) * room / (1 - room)
+    limits = (low - added, high) if below else (low, high + added)
+    axes.set_ylim(*scale.inverted().transform(np.array(limits)))
+    axes.legend(loc="lower center" if below else "upper center", ncols=ncols, fontsize=fontsize)
 
 
 def seed_lines(

@@ -65,12 +65,12 @@ def _markdown(found: list[Record]) -> str:
         "stood in `params.yaml` before the run. n is the number of seeds, of measured times that of rounds; a count",
         "or a maximum over all seeds has n=1. Measured times differ from run to run.",
         "",
-        "| claim | verdict | key number | figure |",
+        "| claim | verdict | key check | figure |",
         "|---|---|---|---|",
     ]
     for record in found:
         key = _key(record)
-        number = f"{key.statement}: {key.estimate} {key.unit}"
+        number = f"{key.statement}: {key.estimate} {key.unit}: **{key.outcome}**"
         picture = f"[{record.claim}.png]({record.claim}.png)"
         lines.append(_row(record.title, f"**{_shown_verdict(record)}**", number, picture))
     for record in found:
@@ -95,7 +95,7 @@ def _markdown(found: list[Record]) -> str:
         if edges := [name for name, arm in record.arms.items() if arm.get("at_edge_of_grid")]:
             lines += [
                 "",
-                f"Best rate at the edge of the rates tried, so a better one may lie beyond: {', '.join(edges)}.",
+                f"Best rate at the edge of the rates tried, so a better one may lie beyond: {'; '.join(edges)}.",
             ]
         lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
         lines += [_row(p.what, p.published, p.ours, p.source) for p in record.published]
@@ -103,12 +103,19 @@ def _markdown(found: list[Record]) -> str:
     for record in found:
         for check in record.checks:
             _known(texts, check.sentence)
-    lines += ["", "## The sentences", "", "| id | sentence | outcomes of its checks |", "|---|---|---|"]
-    for sentence, text in texts.items():
-        outcomes = [c.outcome for r in found for c in r.checks if c.sentence == sentence and c.role != "control"]
-        counted = [f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes]
-        lines.append(_row(sentence, text, ", ".join(counted) or "not tested"))
+    lines += ["", "## The sentences", "", "| id | sentence | tested by | outcomes of its checks |", "|---|---|---|---|"]
+    lines += [_row(sentence, text, *_tested(sentence, found)) for sentence, text in texts.items()]
     return "\n".join(lines) + "\n"
+
+
+def _tested(sentence: str, found: list[Record]) -> tuple[str, str]:
+    """The notebooks that test a sentence, and how often its checks hold, fail or stay undecided."""
+    testing = [r for r in found if any(c.sentence == sentence and c.role != "control" for c in r.checks)]
+    outcomes = [c.outcome for r in testing for c in r.checks if c.sentence == sentence and c.role != "control"]
+    counted = [f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes]
+    lost = [r.claim[:2] for r in testing if r.verdict == "inconclusive"]
+    counted += [f"a control is not met in {', '.join(lost)}"] if lost else []
+    return ", ".join(r.claim[:2] for r in testing), ", ".join(counted) or "not tested"
 
 
 def _csv(found: list[Record]) -> str:
@@ -152,7 +159,7 @@ def scoreboard() -> str:
     for record in found:
         key = _key(record)
         lines.append(f"{record.claim:{width}}  {_shown_verdict(record)}")
-        lines.append(f"{'':{width}}  {key.statement}: {key.estimate} {key.unit}")
+        lines.append(f"{'':{width}}  {key.statement}: {key.estimate} {key.unit}: {key.outcome}")
         lines.append(f"{'':{width}}  {record.because}")
     lines.append(f"figures and every check: {paths.FIGURES / 'README.md'}")
     return "\n".join(lines)

@@ -261,11 +261,11 @@ def train_model(
     test = evaluate(config, task, model, "test") if full else None
     record = RunRecord(
         config=config,
-        outcome=_outcome(validation, task.context_free_loss),
+        outcome=_outcome(validation, task.context_free_loss("validation")),
         parameters=sum(p.numel() for p in model.parameters()),
         train_loss=tuple(losses),
         gradient_norm=tuple(norms),
-        context_free_loss=task.context_free_loss,
+        context_free_loss=task.context_free_loss("test"),
         validation_loss=validation and validation[0],
         test_loss=test and test[0],
         test_accuracy=test and test[1],

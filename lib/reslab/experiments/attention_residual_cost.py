@@ -53,7 +53,10 @@ def _memory_question(what: str) -> Question:
 
 def _time_question(what: str) -> Question:
     return Question(
-        "B7b", "measured", "share of pre-norm's step", f"{what}: saves at least half of Full's extra time in training"
+        "B7b",
+        "measured",
+        "extra time less half of Full's, in pre-norm steps",
+        f"{what}: saves at least half of Full's extra time in training",
     )
 
 

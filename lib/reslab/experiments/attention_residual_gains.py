@@ -39,7 +39,7 @@ from reslab.training import RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Attention over depth against equal-weight accumulation"
+TITLE = "Does attention over depth beat equal-weight accumulation?"
 STATEMENT = (
     "Give every sublayer a query and let it read a softmax-weighted sum of all earlier outputs instead of their plain "
     "sum: deep models gain at almost no extra parameters, shallow ones do not; attention and MLP sublayers choose "
@@ -529,10 +529,30 @@ def published(checks: Sequence[Check]) -> list[Published]:
             ("gain of Full over static mixing", "0.012 (1.749 to 1.737)", "full_over_static", gains_436m),
             ("cost of keys without norm", "0.006 (1.737 to 1.743)", "key_norm", gains_436m),
             ("gain at equal compute", "1.25 times the compute", "equal_compute_gain", f"{source}, fit of five points"),
-            ("magnitude over depth", "baseline 0 to 12 over 27 blocks", "magnitude_standard", f"{source}, dynamics"),
-            ("magnitude over depth, Block", "at most 2, saw-toothed", "magnitude_block", f"{source}, dynamics"),
-            ("gain at 16 blocks, 3 seeds", "0.026 and 0.025 (16 and 32 layers)", "full_gain", "attnres4babylm2026"),
-            ("gain at 6 blocks of width 384, 3 seeds", "0.079 (2.479 to 2.400)", "shallow_full", "AttnResGPT"),
-            ("gain of a gated hybrid at 12 to 14 blocks", "none (one seed)", "shallow_full", "nanochat #646"),
+            (
+                "magnitude over depth (ours: end over half-way)",
+                "baseline 0 to 12 over 27 blocks",
+                "magnitude_standard",
+                f"{source}, dynamics",
+            ),
+            (
+                "magnitude over depth, Block (ours: end over half-way)",
+                "at most 2, saw-toothed",
+                "magnitude_block",
+                f"{source}, dynamics",
+            ),
+            (
+                "gain at 16 and 32 blocks, 3 seeds (ours: deepest)",
+                "0.026 and 0.025",
+                "full_gain",
+                "attnres4babylm2026, code",
+            ),
+            ("gain at 6 blocks of width 384, 3 seeds", "0.079 (2.479 to 2.400)", "shallow_full", "AttnResGPT, code"),
+            (
+                "gain of a gated hybrid at 12 to 14 blocks (ours: Full, deepest)",
+                "none (one seed)",
+                "full_gain",
+                "nanochat, discussion 646",
+            ),
         )
     ]

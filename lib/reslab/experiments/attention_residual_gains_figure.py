@@ -65,7 +65,7 @@ def _draw_gain_by_depth(axes: Axes, params: Params, trained: Runs) -> None:
         xlabel="depth (blocks)",
         ylabel="test loss gained (nats per byte)",
     )
-    axes.legend()
+    plotting.legend_beside(axes, room=0.2, ncols=3)
 
 
 def _draw_methods(axes: Axes, params: Params, trained: Runs) -> None:
@@ -110,7 +110,7 @@ def _draw_compute(axes: Axes, table: pd.DataFrame, params: Params, trained: Runs
         xlabel="operations, FLOP (blocks of Pre-LN)",
         ylabel="nats per byte (test)",
     )
-    axes.legend()
+    plotting.legend_beside(axes)
 
 
 def _draw_profiles(axes: Axes, seen: Seen) -> None:
@@ -123,9 +123,9 @@ def _draw_profiles(axes: Axes, seen: Seen) -> None:
     axes.plot([], [], color="black", label="rms read")
     axes.plot([], [], color="black", linestyle="--", label="weights' gradient")
     axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set(title="Trained: magnitude and gradient", xlabel="block (from 0)", ylabel="over the median block's")
-    axes.legend(ncols=2)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}" if value >= 1 else f"1/{1 / value:g}"))
+    axes.set(title="Trained: magnitude and gradient", xlabel="block (from 0)", ylabel="value / the median block's")
+    plotting.legend_beside(axes)
 
 
 def _draw_weights(axes: Axes, seen: Seen) -> None:
@@ -140,6 +140,7 @@ def _draw_weights(axes: Axes, seen: Seen) -> None:
     axes.grid(visible=False)
     bar = axes.figure.colorbar(shown, ax=axes, ticks=[-3, -2, -1, 0, 1, 2, 3])
     bar.ax.set_yticklabels(["≤1/8", "1/4", "1/2", "1", "2", "4", "≥8"])
+    bar.set_label("weight × n")
 
 
 def _draw_elsewhere(axes: Axes, params: Params, trained: Runs) -> None:

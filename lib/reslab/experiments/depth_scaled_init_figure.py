@@ -74,10 +74,8 @@ def _draw_variance(axes: Axes, table: pd.DataFrame) -> None:
         _line(axes, table, "written", init)
     _depth_axis(axes, table)
     axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * 1e3)
     axes.set(title="Untrained: what the branches write", ylabel="variance added to the stream")
-    axes.legend(ncols=2, loc="upper left")
+    plotting.legend_beside(axes)
 
 
 def _draw_by_depth(axes: Axes, table: pd.DataFrame, column: str, title: str, label: str) -> None:
@@ -87,7 +85,7 @@ def _draw_by_depth(axes: Axes, table: pd.DataFrame, column: str, title: str, lab
     _depth_axis(axes, table)
     _log_scale(axes)
     axes.set(title=title, ylabel=label)
-    axes.legend(loc="center right", fontsize=7)
+    plotting.legend_beside(axes)
 
 
 def _draw_dead(axes: Axes, table: pd.DataFrame) -> None:
@@ -125,14 +123,14 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     axes.set(
         title=f"Training loss, {deep} blocks", xlabel="step", ylabel=f"nats per byte (mean of {section.window} steps)"
     )
-    axes.legend()
+    plotting.legend_beside(axes)
 
 
 def _draw_harm(axes: Axes, params: Params, trained: Runs) -> None:
     depths = params.claims.depth_scaled_init.depths
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=1)
     for side, norm in enumerate(NORMS):
-        colour = plotting.colour("Pre-LN" if NORMS[norm] else "no final norm")
+        colour = plotting.colour(f"std {LARGE}")
         lost = [harm(trained, depth, norm) for depth in depths]
         at = [place + 0.16 * side - 0.08 for place in range(len(depths))]
         for x, values in zip(at, lost, strict=True):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from reslab.params import Params
     from reslab.sampling import Path
 
-TITLE = "Residuals keep the picture while noise is removed"
+TITLE = "Do residuals keep the picture while noise is removed?"
 STATEMENT = (
     "In diffusion U-Nets and diffusion Transformers, residual connections keep the structure of the input while noise "
     "is removed step by step."

@@ -119,7 +119,7 @@ def _draw_reading(axes: Axes, params: Params, read: pd.DataFrame, read_after: pd
         plotting.interval(axes, row + 0.17, last_share(read_after, arm), colour, size=3.5, sideways=True)
     axes.plot([], [], "x", color=GREY, markersize=4, label="untrained")
     axes.plot([], [], "o", color=GREY, markersize=4, label="trained")
-    axes.axvline(0.5, color=GREY, linestyle=":", linewidth=1)
+    axes.axvline(0.5, color=GREY, linestyle=":", linewidth=1, label="most of it")
     _across(axes, ARMS)
     axes.set_xlim(-0.25, 1.05)
     level = params.claims.diffusion_residuals.looked_at

@@ -27,7 +27,7 @@ from reslab.stats import Estimate, deterministic, mean_of, paired_difference
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "A low-precision stream swallows small updates"
+TITLE = "Does a low-precision stream swallow small updates?"
 STATEMENT = (
     "In FP16 a stream near 100 swallows an update near 0.1 almost entirely, and a gap of one to two orders of "
     "magnitude nearly always costs precision; enlarging the branch tenfold in training and scaling it back at "

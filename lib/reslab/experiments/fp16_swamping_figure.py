@@ -164,7 +164,7 @@ def _draw_costs(axes: Axes, params: Params, trained: Runs) -> None:
         for stream in STREAMS
         if stream != "fp32" and forced_name(params, size, stream) in trained
     ]
-    pairs.append(("embedding ×", spread_name(params, "bf16"), spread_name(params, "fp32"), "bf16"))
+    pairs.append(("embedding 100:1", spread_name(params, "bf16"), spread_name(params, "fp32"), "bf16"))
     pairs.append(("ordinary", ORDINARY["bf16"], ORDINARY["fp32"], "bf16"))
     for at, (_, ours, theirs, stream) in enumerate(pairs):
         differences = np.subtract(held_out(trained[ours]), held_out(trained[theirs]))
@@ -201,4 +201,4 @@ def _draw_ratios(axes: Axes, params: Params, ratios: pd.DataFrame) -> None:
     axes.set_ylim(min(low, section.update / section.stream / 2), max(high, 2.0))
     axes.set(title="Ordinary model, trained", xlabel="sublayer", ylabel="update / stream")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(loc="center right")
+    plotting.legend_beside(axes)

@@ -75,12 +75,11 @@ class Part:
     def __init__(self, task: data.Task, examples: int, first_step: int = 0) -> None:
         self.task, self.examples, self.first_step = task, examples, first_step
 
-    @property
-    def context_free_loss(self) -> float:
-        """That of the best guess without context, on these very test examples."""
+    def context_free_loss(self, split: data.Split) -> float:
+        """That of the best guess without context, on these very examples of the split."""
         if not isinstance(self.task, data.Text):
-            return self.task.context_free_loss
-        return float(-self.task.corpus.unigram()[self.examples_of("test")[1].numpy()].mean())
+            return self.task.context_free_loss(split)
+        return float(-self.task.corpus.unigram()[self.examples_of(split)[1].numpy()].mean())
 
     def batch(self, seed: int, step: int, size: int) -> data.Batch:
         return self.task.batch(seed, self.first_step + step, size)
@@ -184,7 +183,7 @@ def _measure(config: RunConfig, look: Look, kinds: Collection[str], most: int, t
 
     return Measured(
         loss=whole,
-        gain=judging.context_free_loss - whole,
+        gain=judging.context_free_loss("test") - whole,
         influence=tuple(influences),
         predicted=tuple(influence.predicted_influences(xs)),
         single=tuple(added(frozenset({block})) for block in range(depth)),

@@ -33,7 +33,7 @@ from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_di
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Residual layers can be dropped; attention over depth leaves fewer to drop"
+TITLE = "Can residual layers be dropped, and does attention over depth leave fewer to drop?"
 STATEMENT = (
     "In deep models with standard residual connections a considerable part of the layers can be deleted with little "
     "effect, as late layers contribute less and less. With attention over depth each layer contributes independently, "

@@ -89,7 +89,7 @@ def _show(axes: Axes, values: Iterable[float]) -> None:
 
 
 def _mark_quarter(axes: Axes, depth: int) -> None:
-    axes.axvline(quarter(depth), color=plotting.COLOURS["control"], linewidth=0.8, linestyle=":")
+    axes.axvline(quarter(depth), color=plotting.COLOURS["control"], linewidth=0.8, linestyle=":", label="a quarter")
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
     axes.set_xticks(range(1, depth // 2 + 1))
 
@@ -106,7 +106,7 @@ def _draw_single(axes: Axes, found: Models) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     _show(axes, [value for series in drawn for values in series for value in values])
     axes.set(title="One block deleted", xlabel="block (0: first)", ylabel="share of the gain lost")
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes)
 
 
 def _draw_influence(
@@ -123,7 +123,7 @@ def _draw_influence(
     axes.plot([], [], color=plotting.colour("add"), linestyle="--", label="text, add: untrained")
     axes.set(title="Block Influence", xlabel="block (0: first)", ylabel="1 - cosine of input and output", yscale="log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes)
 
 
 def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
@@ -134,11 +134,11 @@ def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
         _lines(axes, method, curves, label=method, aside=0.1 * (at - 1.5))
     _mark_quarter(axes, depth)
     little = getattr(section.criteria, "quarter_text" if task == "Text" else "quarter_hops").below
-    if little is not None:
-        axes.axhline(little, color=plotting.COLOURS["control"], linestyle="--", linewidth=0.8, label="little effect")
     _show(axes, [value for curves in series.values() for curve in curves for value in curve])
+    if little is not None and little < axes.get_ylim()[1]:
+        axes.axhline(little, color=plotting.COLOURS["control"], linestyle="--", linewidth=0.8, label="little effect")
     axes.set(title=f"{task}: dropped by loss", xlabel=f"of {depth} blocks dropped", ylabel="share of the gain lost")
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes)
 
 
 def _draw_healing(axes: Axes, params: Params, after: Mapping[str, Sequence[Healed]]) -> None:

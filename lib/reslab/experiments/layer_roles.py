@@ -270,7 +270,7 @@ class TextArms(Settings):
 
 
 class ShallowArms(Settings):
-    """Next-byte prediction at a depth at which a model without residuals learns something, too."""
+    """Next-byte prediction at a depth at which a model without residuals may learn something, too."""
 
     depth: int = Field(ge=FEWEST)
     steps: int = Field(ge=1)

@@ -100,11 +100,11 @@ def _draw_kinds(axes: Axes, params: Params, found: Models) -> None:
         xlabel="after block (0: embedding)",
         ylabel="skill of a linear probe (1: certain)",
     )
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes)
 
 
 def _arms(params: Params) -> list[tuple[str, str, tuple[float, ...], str]]:
-    """Arms that have learned something: name, label, colour, line style."""
+    """Arms that may have learned something: name, label, colour, line style."""
     section = params.claims.layer_roles
     add, none = plotting.colour("add"), plotting.colour("no skip")
     return [
@@ -124,7 +124,7 @@ def _draw_shared(axes: Axes, params: Params, found: Models, before: Models) -> N
         _lines(axes, colour, *kept(found[name]), label=label, style=style)
     _lines(axes, GREY, *kept(before[text_name("add")]), label="add, untrained", style="--", intervals=False)
     near = params.claims.layer_roles.criteria.shared_text.above  # type: ignore[attr-defined]
-    axes.axhline(near, color=GREY, linestyle=":", linewidth=0.8)
+    axes.axhline(near, color=GREY, linestyle=":", linewidth=0.8, label="nearly as well")
     axes.set_ylim(-0.05, 1.05)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
@@ -149,19 +149,27 @@ SURGERY: dict[str, Callable[[Seen], Sequence[float]]] = {
 def _draw_surgery(axes: Axes, params: Params, found: Models) -> None:
     shown: list[list[float]] = []
     for number, (name, label, colour, style) in enumerate(_arms(params)):
-        marker = MARKERS[style]
+        marker, mine = MARKERS[style], list[float]()
         for at, costs in enumerate(SURGERY.values()):
             values = [model.cost(costs(model)) for model in found[name]]
             plotting.interval(axes, at + 0.18 * (number - 1.5), values, colour, marker=marker)
             shown.append(values)
-        axes.plot([], [], marker=marker, color=colour, linestyle="none", label=label)
+            mine += values
+        axes.plot(
+            [],
+            [],
+            marker=marker,
+            color=colour,
+            linestyle="none",
+            label=label if any(map(np.isfinite, mine)) else f"{label}: not measured",
+        )
     axes.axhline(0, color=GREY, linewidth=0.8)
     little = params.claims.layer_roles.criteria.neighbours_text.below  # type: ignore[attr-defined]
-    axes.axhline(little, color=GREY, linestyle=":", linewidth=0.8)
+    axes.axhline(little, color=GREY, linestyle=":", linewidth=0.8, label="counts as little")
     _limit(axes, shown, [0.0, little])
     axes.set_xticks(range(len(SURGERY)), list(SURGERY), fontsize=8)
     axes.set(title="Blocks left out, repeated, exchanged", ylabel="share of the gain lost (mean over blocks)")
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes)
 
 
 def _draw_lens(axes: Axes, params: Params, found: Models) -> None:
@@ -169,11 +177,13 @@ def _draw_lens(axes: Axes, params: Params, found: Models) -> None:
     for name, label, colour, style in _arms(params):
         # the last place is 0 by definition, which a logarithm cannot show
         series = [list(model.lens[:-1]) for model in found[name]]
+        if not np.isfinite(series).any():
+            label = f"{label}: not measured"
         left = np.arange(len(series[0])) - len(series[0])
         _lines(axes, colour, left, series, label=label, style=style)
         shown += series
     little = params.claims.layer_roles.criteria.lens_text.below  # type: ignore[attr-defined]
-    axes.axhline(little, color=GREY, linestyle=":", linewidth=0.8)
+    axes.axhline(little, color=GREY, linestyle=":", linewidth=0.8, label="counts as little")
     positive = [value for values in shown for value in values if np.isfinite(value) and value > 0] or [0.1, 1.0]
     axes.set_yscale("log")
     axes.set_ylim(min(*positive, little) / 1.5, max(positive) * 1.5)
@@ -183,4 +193,4 @@ def _draw_lens(axes: Axes, params: Params, found: Models) -> None:
         xlabel="blocks before the end",
         ylabel="share of the prediction missing",
     )
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes)

@@ -195,7 +195,7 @@ def _look(config: RunConfig, look: Look, trained: bool) -> Seen:
 
     with evaluating(model):
         return Seen(
-            gain=judging.context_free_loss - whole,
+            gain=judging.context_free_loss("test") - whole,
             skills={name: reading.skills(fitted[name], test[name]) for name in fitted},
             recentred={name: reading.skills(fitted[name], test[name], recentred=True) for name in fitted},
             lens=_lens(config, model, judging.examples_of("test")[0], look.distant),

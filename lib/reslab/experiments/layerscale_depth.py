@@ -25,7 +25,7 @@ from reslab.training import RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "LayerScale pays in deep models, ReZero opens from zero"
+TITLE = "Does LayerScale pay in deep models, and does ReZero open from zero?"
 STATEMENT = (
     "A learnt scale on every branch that starts near zero makes 1000 layers trainable: the network starts effectively "
     "shallow and opens up gradually. LayerScale gains from about 24 layers on; shallow models may lose by it."

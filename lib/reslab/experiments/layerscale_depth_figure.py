@@ -92,7 +92,7 @@ def _draw_thousand(axes: Axes, params: Params, trained: Runs) -> None:
         np.log(256) - section.trains_from, color=plotting.COLOURS["control"], linestyle=":", label="counts as trained"
     )
     axes.set(title=f"{section.depth} blocks: training loss", xlabel="step", ylabel="nats per byte (batch)")
-    axes.legend()
+    plotting.legend_beside(axes)
 
 
 def _draw_jacobian(axes: Axes, chis: pd.DataFrame) -> None:
@@ -130,7 +130,7 @@ def _draw_opening(axes: Axes, params: Params, opened: pd.DataFrame) -> None:
         xlabel="updates done",
         ylabel=f"effective depth (of {2 * section.appears_at} sublayers)",
     )
-    axes.legend()
+    plotting.legend_beside(axes)
 
 
 def _draw_scales(axes: Axes, params: Params, opened: pd.DataFrame) -> None:
@@ -149,4 +149,4 @@ def _draw_scales(axes: Axes, params: Params, opened: pd.DataFrame) -> None:
         xlabel="sublayer (0: first attention)",
         ylabel="mean size of the scale",
     )
-    axes.legend()
+    plotting.legend_beside(axes)

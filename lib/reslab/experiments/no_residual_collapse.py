@@ -36,7 +36,7 @@ from reslab.training import Optimisation, RunConfig, RunRecord, build
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Without residual connections a Transformer collapses"
+TITLE = "Does a Transformer collapse without residual connections?"
 STATEMENT = (
     "Set the skip weight to 0 in every block: the model still runs, but its loss falls only for a few steps and then "
     "stays near the best context-free guess; token representations become alike layer by layer; gradients do not pass."

@@ -98,7 +98,7 @@ def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
     axes.set(
         title="Untrained: are the tokens alike?", xlabel="depth (blocks)", ylabel="token cosine after the last block"
     )
-    axes.legend()
+    plotting.legend_beside(axes, below=True)
 
 
 def _draw_by_block(axes: Axes, trained: Runs, measure: str, title: str, label: str) -> None:
@@ -109,4 +109,4 @@ def _draw_by_block(axes: Axes, trained: Runs, measure: str, title: str, label: s
     axes.plot([], [], color="black", label="trained")
     axes.plot([], [], color="black", linestyle="--", label="untrained")
     axes.set(title=title, xlabel="after block (0: embedding)", ylabel=label)
-    axes.legend()
+    plotting.legend_beside(axes)

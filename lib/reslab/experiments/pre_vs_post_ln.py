@@ -35,7 +35,7 @@ from reslab.training import STALL_MARGIN, RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Where the norm stands decides how a Transformer trains"
+TITLE = "How does the place of the norm decide how a Transformer trains?"
 STATEMENT = (
     "Post-LN learns faster at first but jumps or stalls above some learning rate and can hardly be trained beyond 20 "
     "layers; Pre-LN trains calmly and ends level or slightly better, at the price of small updates by deep blocks, "

@@ -60,9 +60,7 @@ def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
         x, y = _unzipped([(x, y) for x, y, record in places if label(record) == name])
         axes.scatter(x, y, s=20, marker=marker, color=shade, edgecolors="0.3", linewidths=0.5, label=name)
     x, y = _unzipped([(x, y) for x, y, record in places if jumps(record)])
-    axes.scatter(
-        x, y, s=70, marker="o", facecolors="none", edgecolors="#d55e00", linewidths=0.9, label="its loss jumped"
-    )
+    axes.scatter(x, y, s=70, marker="o", facecolors="none", edgecolors="black", linewidths=0.9, label="its loss jumped")
     for border in range(1, len(METHODS)):
         axes.axhline(border * len(section.depths) - 0.5, color="0.3", linewidth=0.8)
     short = {"Post-LN, long warm-up": "long w."}
@@ -122,7 +120,7 @@ def _draw_thresholds(axes: Axes, params: Params, tried: Grid) -> None:
                     axes.plot(x, lowest / 1.5, "v", color=colour, markersize=5, markerfacecolor="none")
             means.append(_draw_interval(axes, place, [b.threshold for b in found], colour))
         axes.plot(places, means, color=colour, linewidth=1, label=method)
-    axes.axhspan(highest, highest * 3, color="0.9", zorder=0)
+    axes.axhspan(highest, highest * 3, color="0.9", zorder=0, label="not tried")
     axes.axhspan(lowest / 10, lowest, color="0.9", zorder=0)
     axes.plot([], [], "^", color="0.3", markerfacecolor="none", linestyle="none", label="above all tried (▽ below)")
     axes.set(xscale="log", yscale="log", xlabel="depth (blocks)", ylabel="threshold learning rate")

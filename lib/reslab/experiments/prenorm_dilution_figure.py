@@ -70,7 +70,7 @@ def _draw_initial_shares(axes: Axes, initial: pd.DataFrame) -> None:
     axes.set_ylim(bottom=1e-4)
     _depth_axis(axes, depths)
     axes.set(title="Untrained: what is left of the embedding", ylabel="its share in what the head reads")
-    axes.legend()
+    plotting.legend_beside(axes, below=True)
 
 
 def _initial_name(arm: str) -> str:
@@ -94,9 +94,8 @@ def _draw_shares_by_depth(axes: Axes, params: Params, seen: Seen) -> None:
     axes.plot([], [], "--", color="black", label="before training")
     axes.set_yscale("log")
     _depth_axis(axes, depths)
-    axes.set_ylim(bottom=axes.get_ylim()[0] / 30)  # room for the legend
     axes.set(title="Pre-LN: shares in what the head reads", ylabel="share (trained: solid)")
-    axes.legend(fontsize=6.5, loc="lower left", ncols=2)
+    plotting.legend_beside(axes, below=True)
 
 
 def _of(stage: str, measure: Callable[[Dilution], float]) -> Callable[[Pair], float]:

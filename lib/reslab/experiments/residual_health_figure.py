@@ -134,6 +134,7 @@ def _draw_removal(axes: Axes, params: Params, found: Mapping[str, Sequence[Looke
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
     axes.set(xscale="log", title="What leaving out a sublayer costs", xlabel=f"{RATIO} (markers: seeds)")
     axes.set_yscale("symlog", linthresh=1e-3)
+    axes.margins(y=0.1)
     axes.set_ylabel("validation loss added (nats)")
     _legend(axes, "upper left")
 

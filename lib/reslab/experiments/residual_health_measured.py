@@ -192,7 +192,7 @@ def _look(asked: tuple[RunRecord, int]) -> Looked:
         before=ratios_of(build(config.model, config.seed).to(config.device.kind), inputs),
         after=ratios_of(model, inputs),
         costs=tuple(costs),
-        gain=record.context_free_loss - whole,
+        gain=task.context_free_loss("validation") - whole,
     )
 
 

@@ -78,7 +78,9 @@ def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
     axes.set_xticks(range(len(deep.learning_rates)), [f"{rate:g}" for rate in deep.learning_rates])
     axes.set_ylim(len(DEEP_SCALES) - 0.5, -1.3)
     axes.set(
-        title=f"{deep.depth} blocks: what became of each run", xlabel="peak learning rate", ylabel="branch scale s"
+        title=f"{deep.depth} blocks: what became of each run (one mark a seed)",
+        xlabel="peak learning rate",
+        ylabel="branch scale s",
     )
     axes.grid(False)
     axes.legend(ncols=3, loc="upper center", columnspacing=1.0, handletextpad=0.2)
@@ -135,6 +137,4 @@ def _draw_costs(axes: Axes, params: Params, seen: Mapping[str, Sequence[Inside]]
     axes.set_xticks(range(0, blocks, max(1, blocks // 6)))
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set(title="Trained: what skipping a block costs", xlabel="block skipped (0: first)", ylabel="nats per byte")
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom, top + 0.4 * (top - bottom))  # room for the legend
-    axes.legend(loc="upper right")
+    plotting.legend_beside(axes)

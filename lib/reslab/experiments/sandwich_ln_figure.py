@@ -121,7 +121,7 @@ def _draw_times(axes: Axes, params: Params, timed: pd.DataFrame) -> None:
         xlabel="width",
         ylabel="times Pre-LN's",
     )
-    axes.legend()
+    plotting.legend_beside(axes)
 
 
 def _draw_mismatch(axes: Axes, params: Params, trained: Runs) -> None:

@@ -34,7 +34,7 @@ from reslab.training import RunConfig, RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "A sum over time keeps what a replaced state loses"
+TITLE = "Does a sum over time keep what a replaced state loses?"
 STATEMENT = (
     'In state-space models "state + learnable increment", a residual connection over time, keeps long dependencies '
     "from decaying."
@@ -394,7 +394,7 @@ def checks_gradients(params: Params, gradients: pd.DataFrame) -> list[Check]:
 
 def published(checks: Sequence[Check]) -> list[Published]:
     ours = {c.name: str(c.estimate) for c in checks}
-    source = "measured before the project; tanh recurrences with random weights"
+    source = "unpublished: tanh recurrences with random weights, of another width and scale"
     return [
         Published(
             what="log10 of the gradient lost a step, state replaced",

@@ -63,6 +63,7 @@ def _draw_initial(axes: Axes, initial: pd.DataFrame) -> None:
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=1)
     _lengths_axis(axes, sorted(initial["length"].unique()))
     axes.set_yscale("symlog", linthresh=1)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_ylim(top=3000)
     axes.set(title="Untrained: gradient over T steps", xlabel="T (steps)", ylabel="log10 of gradient left")
     axes.legend(ncols=2, loc="upper left", fontsize=6)
@@ -113,6 +114,7 @@ def _draw_after(axes: Axes, params: Params, after: pd.DataFrame) -> None:
     axes.axhline(-1, color=plotting.COLOURS["control"], linestyle=":", label="a tenth")
     _lengths_axis(axes, lengths)
     axes.set_yscale("symlog", linthresh=1)
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set(title="Trained: gradient over time (95 %)", xlabel="distractors (tokens)", ylabel="log10 of gradient left")
     axes.legend(fontsize=6, loc="lower left")
 
