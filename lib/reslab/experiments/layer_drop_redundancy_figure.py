@@ -58,7 +58,7 @@ def _draw_orders(axes: Axes, params: Params, found: Sequence[Measured], untraine
     _mark_quarter(axes, params.claims.layer_drop_redundancy.text.depth)
     _show(axes, [v for drawn in (series, before) for curves in drawn.values() for curve in curves for v in curve])
     axes.set(title="Text, add: which blocks go?", xlabel="blocks dropped", ylabel="test loss added (nats per byte)")
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes, room=0.35)
 
 
 def _lines(

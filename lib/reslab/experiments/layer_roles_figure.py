@@ -132,7 +132,7 @@ def _draw_shared(axes: Axes, params: Params, found: Models, before: Models) -> N
         xlabel="layers further on",
         ylabel="share of what can be read",
     )
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes, room=0.4, ncols=1)
 
 
 MARKERS = {"-": "o", "--": "s", ":": "^"}
@@ -169,7 +169,7 @@ def _draw_surgery(axes: Axes, params: Params, found: Models) -> None:
     _limit(axes, shown, [0.0, little])
     axes.set_xticks(range(len(SURGERY)), list(SURGERY), fontsize=8)
     axes.set(title="Blocks left out, repeated, exchanged", ylabel="share of the gain lost (mean over blocks)")
-    plotting.legend_beside(axes)
+    plotting.legend_beside(axes, room=0.4, ncols=1)
 
 
 def _draw_lens(axes: Axes, params: Params, found: Models) -> None:
@@ -193,4 +193,4 @@ def _draw_lens(axes: Axes, params: Params, found: Models) -> None:
         xlabel="blocks before the end",
         ylabel="share of the prediction missing",
     )
-    plotting.legend_beside(axes)
+    plotting.legend_beside(axes, room=0.4, ncols=1)
