@@ -1,6 +1,9 @@
 """House style: what figures of different claims have in common."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from matplotlib import pyplot as plt
@@ -46,6 +49,36 @@ def test_title_marks_smoke_scale(scale: str, shown: str) -> None:
     with plotting.figure(1, 2) as (drawn, _):
         plotting.title(drawn, "A claim", scale)
     assert drawn.get_suptitle() == shown
+
+
+DRAW = """
+from pathlib import Path
+import sys
+from reslab import plotting
+held = [object() for _ in range(int(sys.argv[2]))]  # other addresses for all that follows
+with plotting.figure(2, 3) as (drawn, axes):
+    for number, one in enumerate(axes):
+        one.plot([0, 10**number], label="$R^2$")
+        one.set(title="a title " * number, ylabel="label " * number)
+        one.legend()
+    axes[5].imshow([[0, 1]])
+    plotting.title(drawn, "title", "cpu")
+plotting.save(drawn, Path(sys.argv[1]))
+"""
+
+
+def test_another_process_draws_the_same_bytes(tmp_path: Path) -> None:
+    for number in (0, 99_999):
+        path = str(tmp_path / f"{number}.png")
+        subprocess.run([sys.executable, "-c", DRAW, path, str(number)], check=True)
+    assert (tmp_path / "0.png").read_bytes() == (tmp_path / "99999.png").read_bytes()
+
+
+def test_no_layout_is_solved_for_in_the_order_of_addresses() -> None:
+    """Matplotlib's constrained layout is: margins then differ between processes."""
+    with plotting.figure(1, 2) as (drawn, _):
+        pass
+    assert drawn.get_layout_engine() is None or "Constrained" not in type(drawn.get_layout_engine()).__name__
 
 
 def test_a_figure_is_closed_but_can_still_be_drawn() -> None:

@@ -35,7 +35,7 @@ def draw(params: Params, times: pd.DataFrame, peaks: pd.DataFrame, traffic: pd.D
         _draw_memory(axes[3], at_depths(params, peaks))
         _draw_traffic(axes[4], traffic, params.claims.attention_residual_cost.residual.sublayers)
         _draw_pareto(axes[5], params, at_depths(params, times), trained)
-        axes[0].legend(fontsize=7)
+        plotting.legend_beside(axes[0], room=0.35)
         plotting.title(drawn, TITLE, params.scale)
     return drawn
 
@@ -101,4 +101,4 @@ def _draw_pareto(axes: Axes, params: Params, times: pd.DataFrame, trained: Runs)
         xlabel="training step / pre-norm's (measured)",
         ylabel="nats per byte (test; seeds and mean)",
     )
-    axes.legend(fontsize=6)
+    plotting.legend_beside(axes)

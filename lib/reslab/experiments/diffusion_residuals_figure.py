@@ -105,7 +105,7 @@ def _draw_structure(axes: Axes, params: Params, kept: pd.DataFrame) -> None:
     axes.axhline(0, color=GREY, linewidth=1, label="noisy picture itself (untrained)")
     axes.set_xticks(times)
     axes.set(
-        title="Picture regained in one step (95 %)",
+        title="Picture regained at once (95 %)",
         xlabel="noise level (time)",
         ylabel="correlation with clean picture,\ngain over noisy picture",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import pandas as pd
@@ -33,11 +33,10 @@ def draw(params: Params, profiles: pd.DataFrame, trained: Runs) -> Figure:
         _draw_test_losses(axes[1], params, trained)
         _draw_plateau(axes[2], trained)
         _draw_initial_cosine(axes[3], profiles)
-        _draw_by_block(axes[4], trained, "token_cosine", "Trained: the tokens become alike", "token cosine")
+        _draw_by_block(axes[4], trained, "token_cosine", "Trained: are the tokens alike?", "token cosine")
         _draw_by_block(
-            axes[5], trained, "gradient_norm", "Trained: gradients do not pass", "gradient norm of the stream"
+            axes[5], trained, "gradient_norm", "Trained: do gradients pass?", "gradient norm of the stream", "log"
         )
-        axes[5].set_yscale("log")
         plotting.title(drawn, TITLE, params.scale)
     return drawn
 
@@ -101,11 +100,14 @@ def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
     plotting.legend_beside(axes, below=True)
 
 
-def _draw_by_block(axes: Axes, trained: Runs, measure: str, title: str, label: str) -> None:
+def _draw_by_block(
+    axes: Axes, trained: Runs, measure: str, title: str, label: str, scale: Literal["linear", "log"] = "linear"
+) -> None:
     for name in (skip_name(0), skip_name(1)):
         plotting.seed_lines(axes, name, [profile_of(record, measure) for record in trained[name]])
         before = [profile_of(record, measure, trained=False) for record in trained[name]]
         plotting.seed_lines(axes, name, before, style="--", label=False)
+    axes.set_yscale(scale)
     axes.plot([], [], color="black", label="trained")
     axes.plot([], [], color="black", linestyle="--", label="untrained")
     axes.set(title=title, xlabel="after block (0: embedding)", ylabel=label)

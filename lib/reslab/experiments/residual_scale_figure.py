@@ -78,7 +78,7 @@ def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
     axes.set_xticks(range(len(deep.learning_rates)), [f"{rate:g}" for rate in deep.learning_rates])
     axes.set_ylim(len(DEEP_SCALES) - 0.5, -1.3)
     axes.set(
-        title=f"{deep.depth} blocks: what became of each run (one mark a seed)",
+        title=f"{deep.depth} blocks: outcomes (one mark a seed)",
         xlabel="peak learning rate",
         ylabel="branch scale s",
     )
@@ -137,4 +137,4 @@ def _draw_costs(axes: Axes, params: Params, seen: Mapping[str, Sequence[Inside]]
     axes.set_xticks(range(0, blocks, max(1, blocks // 6)))
     axes.axhline(0, color="0.3", linewidth=0.8)
     axes.set(title="Trained: what skipping a block costs", xlabel="block skipped (0: first)", ylabel="nats per byte")
-    plotting.legend_beside(axes)
+    plotting.legend_beside(axes, ncols=1)
