@@ -1,7 +1,7 @@
 """params.yaml: what is refused, with which words, and that the presets and the shipped file agree."""
 
-import functools
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +9,6 @@ import pytest
 
 from reslab import params, paths
 from reslab.schema import UserError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _composed_once() -> Iterator[None]:
-    """Hydra takes a fifth of a second for each composition."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(params, "_compose", functools.cache(params._compose))
-        yield
 
 
 def claim(**changed: Any) -> dict[str, Any]:
@@ -211,3 +203,11 @@ def test_misspelt_name_is_one_line_and_not_also_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
         params.read(path)
     assert str(refused.value) == "params.yaml: optimisation.stepz: unknown parameter; did you mean 'steps'?"
+
+
+def test_reading_parameters_imports_nothing_that_takes_seconds() -> None:
+    """Every stage of the pipeline and every worker imports this much before it does anything."""
+    slow = ["matplotlib", "rfc3987_syntax", "scipy.stats", "sklearn", "sympy", "torch._dynamo", "triton"]
+    code = f"import sys; from reslab import notebook, params; print(*sorted(set(sys.modules) & set({slow})))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

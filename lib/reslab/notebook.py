@@ -2,10 +2,10 @@
 
 import ast
 import json
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-import nbformat
 
 from reslab import paths
 from reslab.files import write_atomic
@@ -21,6 +21,24 @@ __all__ = [
     "source",
     "write_clean",
 ]
+
+
+def _nbformat() -> Any:
+    """The module nbformat, without the three seconds in which jsonschema has a grammar of IRIs built.
+
+    No notebook has a field of that format, and jsonschema does without the grammar where it is not installed.
+    """
+    grammar = "rfc3987_syntax"
+    if grammar in sys.modules:
+        return import_module("nbformat")
+    sys.modules[grammar] = None  # type: ignore[assignment]  # as if it were not installed
+    try:
+        return import_module("nbformat")
+    finally:
+        del sys.modules[grammar]
+
+
+nbformat = _nbformat()
 
 CLEAN = paths.BUILD / "clean"
 
