@@ -367,7 +367,7 @@ if __name__ == "__main__":
     config = RunConfig.model_validate_json(Path(sys.argv[1]).read_text())
     model = config.model.model_copy(update={"connection": ConnectionConfig("divided")})
     configs = [config.model_copy(update={"seed": seed, "model": model}) for seed in (0, 1)]
-    records = run_all(configs, Execution(workers=2), "")
+    records = run_all(configs, Execution(workers=int(sys.argv[3])), "")
     print(run_name(configs[0]), records[0].train_loss[-1])
 """
 
@@ -376,14 +376,14 @@ def test_own_connection_is_trained_in_workers_and_names_its_runs(tiny: RunConfig
     config = tmp_path / "config.json"
     config.write_text(tiny.model_dump_json())
 
-    def run(divisor: str) -> list[str]:
+    def run(divisor: str, workers: int) -> list[str]:
         script = tmp_path / "own.py"
         script.write_text(SCRIPT.replace("DIVISOR = 2", f"DIVISOR = {divisor}"))
-        command = [sys.executable, str(script), str(config), str(tmp_path / "runs")]
+        command = [sys.executable, str(script), str(config), str(tmp_path / "runs"), str(workers)]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         return done.stdout.split()
 
-    one, other = run("2"), run("4")
+    one, other = run("2", 2), run("4", 1)
     assert one[0] != other[0]
     assert one[1] != other[1]
     assert len(list((tmp_path / "runs").iterdir())) == 4
