@@ -89,9 +89,8 @@ class Clone:
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                here = process.environ().get("RESLAB_RUNS") == str(self.root / "runs")
+                here = process.environ().get("RESLAB_RUNS") == str(self.runs)
                 here = here or any(str(self.root) in word for word in process.cmdline())
-                here = here or Path(process.cwd()).is_relative_to(self.root)
                 if here and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found

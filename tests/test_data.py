@@ -217,13 +217,14 @@ def test_held_out_is_always_the_same(small_text: TextConfig) -> None:
     assert not torch.equal(next(one.held_out("validation"))[0], next(one.held_out("test"))[0])
 
 
-def test_unigram_loss_is_that_of_byte_frequencies(small_text: TextConfig) -> None:
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_unigram_loss_is_that_of_byte_frequencies(small_text: TextConfig, split: data.Split) -> None:
     text = Text(small_text)
     train = text.corpus.splits["train"].tobytes()
     counts, total = Counter(train), len(train) + 256
-    targets = [int(t) for _, batch in text.held_out("test") for t in batch.flatten()]
+    targets = [int(t) for _, batch in text.held_out(split) for t in batch.flatten()]
     direct = -sum(math.log((counts[t] + 1) / total) for t in targets) / len(targets)
-    assert text.context_free_loss("test") == pytest.approx(direct, rel=1e-12)
+    assert text.context_free_loss(split) == pytest.approx(direct, rel=1e-12)
     assert math.fsum(np.exp(text.corpus.unigram())) == pytest.approx(1)
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pandas as pd
 import pytest
@@ -230,7 +230,8 @@ def test_part_has_evenly_spaced_examples_and_later_batches(tiny: RunConfig) -> N
     step = (len(inputs) - 1) / 4
     assert torch.equal(chosen, inputs[[round(i * step) for i in range(5)]])
     assert torch.equal(part.batch(0, 2, 4)[1], task.batch(0, 5, 4)[1])
-    assert measured.Part(task, 10**6).context_free_loss("test") == pytest.approx(task.context_free_loss("test"))
+    for split in get_args(data.Split):
+        assert measured.Part(task, 10**6).context_free_loss(split) == pytest.approx(task.context_free_loss(split))
 
 
 @pytest.fixture
