@@ -282,3 +282,5 @@ def test_branch_gets_the_context_it_has_a_name_for() -> None:
     assert torch.equal(stack(torch.zeros(2, 8), shift=torch.ones(8)), torch.ones(2, 8))
     with pytest.raises(UserError, match="no sublayer of this stack takes 'shifft'; did you mean 'shift'"):
         stack(torch.zeros(2, 8), shifft=torch.ones(8))
+    with pytest.raises(UserError, match=r"no sublayer of this stack takes 'input'; valid are: shift$"):
+        stack(torch.zeros(2, 8), input=torch.ones(8))  # its own input is not context

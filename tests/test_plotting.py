@@ -36,6 +36,28 @@ def test_a_legend_beside_the_data_gets_room_of_its_own(scale: str, below: bool) 
     assert (heights[0] > 0.4) if below else (heights[1] < 0.6)
 
 
+def test_a_legend_beside_the_data_may_have_other_words_and_is_not_there_for_nothing() -> None:
+    with plotting.figure(1, 2) as (_, (one, other)):
+        one.plot([1, 2], label="Post-LN")
+        plotting.legend_beside(one, labels=["Post-LN (12 blocks)"])
+        other.plot([1, 2])
+        plotting.legend_beside(other)
+    assert [text.get_text() for text in one.get_legend().get_texts()] == ["Post-LN (12 blocks)"]
+    assert other.get_legend() is None
+
+
+@pytest.mark.parametrize("top", [1.0, 1.05, 1.1])
+def test_nothing_reaches_beyond_the_figure(top: float) -> None:
+    """Whose labels need more room once the axes have another size: -0.25 where there was -0.5."""
+    with plotting.figure(2, 3) as (drawn, axes):
+        for one in axes:
+            one.set(xlabel="depth (blocks)", ylabel="token cosine after the last block")
+        axes[3].set_ylim(-0.6, top)
+        plotting.title(drawn, "title", "cpu")
+    assert min(one.get_tightbbox(None).x0 for one in axes) > 0
+    assert max(one.get_tightbbox(None).x1 for one in axes) < drawn.bbox.width
+
+
 def test_interval_leaves_out_what_was_not_measured() -> None:
     """A dot for each seed that was, and no bar."""
     with plotting.figure(1, 1) as (_, axes):

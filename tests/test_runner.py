@@ -359,7 +359,9 @@ def test_terminated_runner_leaves_no_process_and_brings_the_figures_back(
     assert process.wait(20) != 0
     assert hanging.left_after(5) == []
     assert _figures(hanging) == _old(published)
-    assert "run the same again to continue" in hanging.log.read_text()
+    told = hanging.log.read_text()
+    assert "run the same again to continue" in told
+    assert "died" not in told, "the kernel was ended, it did not die"
 
 
 def test_runner_ends_with_a_killed_dvc_and_brings_the_figures_back(

@@ -61,6 +61,7 @@ def _repro(options: argparse.Namespace) -> int:
         lifeline.die_with_parent()
     from reslab import notebook, params, paths, published, runner, workspace
 
+    print(f"reslab: checking {f'conf/scale/{options.scale}.yaml' if options.scale else 'params.yaml'}", flush=True)
     if options.scale:
         folder = paths.BUILD / f"scale-{options.scale}"
         environment = workspace.create(folder, options.scale)

@@ -42,7 +42,10 @@ class HealthRule(Settings):
     """
 
     dead_below: float = Field(default=1e-3, ge=0)
-    """A ratio |f| / |x| below it: the branch adds next to nothing."""
+    """A ratio |f| / |x| below it: the branch adds next to nothing to what is there.
+
+    So are the branches after one that is a thousand times too loud: the fault is the first that is rewriting.
+    """
     rewriting_above: float = Field(default=1.0, gt=0)
     """A ratio above it: the branch adds more than there was."""
     overflow_above: float = Field(default=0.5, gt=0)

@@ -131,7 +131,7 @@ def _draw_memory(axes: Axes, steps: pd.DataFrame, device: str) -> None:
         return
     _, largest = max(steps.groupby(["width", "sublayers"]), key=lambda group: group[0])
     names = [_memory_label(kind, name) for kind, name in zip(largest["kind"], largest["implementation"], strict=True)]
-    colours = [plotting.colour(name if name != "torch" else "control") for name in largest["implementation"]]
+    colours = [plotting.colour(name if name != "torch" else "Pre-LN") for name in largest["implementation"]]
     bars = axes.barh(names, largest["peak_mb"], color=colours, height=0.6)
     of_prenorm = largest[largest["kind"] == "add"]["peak_mb"]
     base = float(of_prenorm.iloc[0]) if len(of_prenorm) else float("nan")

@@ -79,13 +79,13 @@ COLOURS = {
     "1 hop": _PALETTE[2],
     "2 hops": _PALETTE[9],
     "3 hops": _PALETTE[4],
-    "naive": _PALETTE[3],
+    "naive": _PALETTE[5],
     "compiled": _PALETTE[1],
-    "numba": _PALETTE[0],
-    "triton": _PALETTE[0],
+    "numba": _PALETTE[3],
+    "triton": _PALETTE[3],
     "flash-linear-attention": _PALETTE[2],
     "fast-attnres": _PALETTE[4],
-    "flash-attn-res": _PALETTE[5],
+    "flash-attn-res": _PALETTE[7],
     "Liger": _PALETTE[8],
     "std 0.02": _PALETTE[0],
     "std 0.02 scaled": _PALETTE[9],
@@ -138,6 +138,8 @@ COLOURS = {
 TITLE_ROOM = 0.15
 """Inches between a figure's title and the titles of its axes, beyond what the layout leaves."""
 
+_WIDEST = {"left": max, "right": min, "bottom": max, "top": min, "wspace": max, "hspace": max}
+
 
 @contextmanager
 def figure(rows: int, columns: int) -> Iterator[tuple[Figure, np.ndarray]]:
@@ -161,8 +163,13 @@ def _arrange(drawn: Figure) -> None:
     with other bytes in another process.
     """
     top = 1 - TITLE_ROOM / drawn.get_figheight() if drawn.get_suptitle() else 1.0
-    for _ in range(2):  # axes of another size have other ticks
+    passes = []
+    for _ in range(
+        3
+    ):  # axes of another size have other ticks, for which the margins of the pass before may be too small
         drawn.tight_layout(rect=(0, 0, 1, top), pad=0.4, w_pad=0.8, h_pad=0.8)
+        passes.append({edge: getattr(drawn.subplotpars, edge) for edge in _WIDEST})
+    drawn.subplots_adjust(**{edge: widest(found[edge] for found in passes) for edge, widest in _WIDEST.items()})
 
 
 def title(drawn: Figure, text: str, scale: str) -> None:
@@ -204,14 +211,29 @@ def colour(name: str) -> Colour:
     return COLOURS.get(name, _PALETTE[sum(map(ord, name)) % len(_PALETTE)])
 
 
-def legend_beside(axes: Axes, *, room: float = 0.3, below: bool = False, ncols: int = 2, fontsize: float = 6.5) -> None:
-    """A legend above the data (or below them), in a share `room` of the axes that is added for it, on any scale."""
+def legend_beside(
+    axes: Axes,
+    *,
+    room: float = 0.3,
+    below: bool = False,
+    ncols: int = 2,
+    fontsize: float = 6.5,
+    labels: Sequence[str] | None = None,
+) -> None:
+    """A legend above the data (or below them), in a share `room` of the axes that is added for it, on any scale.
+
+    `labels` where they are not those that were drawn with, in the same order; nothing where nothing has a label.
+    """
+    handles, drawn_with = axes.get_legend_handles_labels()
+    if not handles:
+        return
     scale = axes.yaxis.get_transform()
     low, high = scale.transform(np.array(axes.get_ylim()))
     added = (high - low) * room / (1 - room)
     limits = (low - added, high) if below else (low, high + added)
     axes.set_ylim(*scale.inverted().transform(np.array(limits)))
-    axes.legend(loc="lower center" if below else "upper center", ncols=ncols, fontsize=fontsize)
+    names = labels or drawn_with
+    axes.legend(handles, names, loc="lower center" if below else "upper center", ncols=ncols, fontsize=fontsize)
 
 
 def seed_lines(

@@ -93,6 +93,7 @@ def _restoring(name: str) -> Iterator[None]:
     """When the run fails: end what it started, and put back the figures that DVC removed before it."""
 
     def end(number: int, frame: Any) -> None:
+        logging.disable()  # or the client of the kernel tells that it died
         lifeline.end_descendants()
         raise KeyboardInterrupt
 

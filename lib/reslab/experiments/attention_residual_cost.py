@@ -28,7 +28,7 @@ from reslab.timing import TrainingStep, allocated_peak, interleaved
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "What attention over depth costs, and what keeps it in check"
+TITLE = "What does attention over depth cost, and what keeps it in check?"
 STATEMENT = (
     "Attention over depth needs more memory and more compute than the standard residual. Summaries of blocks, low "
     "rank and a window keep the memory in check; blocks, a window and a sampled history keep the compute in check."

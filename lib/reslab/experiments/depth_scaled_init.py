@@ -21,7 +21,7 @@ from reslab.training import RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Init: smaller with depth keeps variance in hand; ten times too large harms where?"
+TITLE = "Does smaller init in deep models hold variance, and ten times too large harm?"
 STATEMENT = (
     "Scaling the start of the output matrices by 1/sqrt(depth) keeps the output variance in hand. A standard deviation "
     "of 0.2 in place of 0.02 does no harm in shallow models; beyond 16 layers it gives an abnormally high initial "

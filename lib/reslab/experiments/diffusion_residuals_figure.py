@@ -64,8 +64,7 @@ def _draw_training(axes: Axes, trained: Runs) -> None:
     axes.set_yticks([0.1, 0.2, 0.5, 1, 2], ["0.1", "0.2", "0.5", "1", "2"])
     axes.minorticks_off()
     axes.set(title="Training (mean of last tenth)", xlabel="step", ylabel="mean square error of the noise")
-    axes.set_ylim(top=3 * axes.get_ylim()[1])  # room for the legend
-    axes.legend(fontsize=6, loc="upper right", ncols=2)
+    plotting.legend_beside(axes, fontsize=6)
 
 
 def _across(axes: Axes, arms: tuple[str, ...]) -> None:

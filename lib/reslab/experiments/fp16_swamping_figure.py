@@ -116,9 +116,7 @@ def _draw_growth(axes: Axes, params: Params, grown: pd.DataFrame) -> None:
         xlabel="number of additions",
         ylabel="error (rms)",
     )
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * 30)
-    axes.legend(loc="upper left")
+    plotting.legend_beside(axes)
 
 
 def _draw_losses(axes: Axes, params: Params, trained: Runs, recipe: pd.DataFrame) -> None:

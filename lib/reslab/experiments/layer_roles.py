@@ -25,7 +25,7 @@ from reslab.training import RunConfig
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Layers specialise and neighbours share a space, only with residual connections?"
+TITLE = "Do layers specialise, and neighbours share a space, only with residuals?"
 STATEMENT = (
     "Layers specialise: the first are local and lexical, then come semantic and at last abstract ones. Neighbouring "
     "layers share a space. Both only with residual connections."

@@ -67,10 +67,10 @@ def _draw_map(axes: Axes, params: Params, tried: Grid) -> None:
     names = [f"{short.get(method, method)}  {depth}" for method, depth in rows]
     axes.set_yticks(range(len(rows)), names)
     axes.set_xticks(range(len(section.learning_rates)), [f"{rate:g}" for rate in section.learning_rates])
-    axes.set_ylim(len(rows) - 0.5, -0.55 - 0.22 * len(rows))
-    axes.set(title="What became of each run (one mark a seed)", xlabel="peak learning rate", ylabel="norm, blocks")
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set(title="Outcomes (one mark a seed)", xlabel="peak learning rate", ylabel="norm, blocks")
     axes.grid(False)
-    axes.legend(ncols=3, loc="upper center", columnspacing=1.0, handletextpad=0.2, borderpad=0.1, labelspacing=0.3)
+    plotting.legend_beside(axes, room=0.18, ncols=3)
 
 
 def _unzipped(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -120,15 +120,15 @@ def _draw_thresholds(axes: Axes, params: Params, tried: Grid) -> None:
                     axes.plot(x, lowest / 1.5, "v", color=colour, markersize=5, markerfacecolor="none")
             means.append(_draw_interval(axes, place, [b.threshold for b in found], colour))
         axes.plot(places, means, color=colour, linewidth=1, label=method)
-    axes.axhspan(highest, highest * 3, color="0.9", zorder=0, label="not tried")
-    axes.axhspan(lowest / 10, lowest, color="0.9", zorder=0)
+    for edges, name in (((highest, highest * 1000), "not tried"), ((lowest / 1000, lowest), None)):
+        axes.axhspan(*edges, facecolor="0.9", edgecolor="0.6", linewidth=0.5, zorder=0, label=name)
     axes.plot([], [], "^", color="0.3", markerfacecolor="none", linestyle="none", label="above all tried (▽ below)")
     axes.set(xscale="log", yscale="log", xlabel="depth (blocks)", ylabel="threshold learning rate")
-    axes.set_ylim(lowest / 10, highest * 3)
+    axes.set_ylim(lowest / 3, highest * 3)
     axes.set_xticks(section.depths, [str(depth) for depth in section.depths])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_title("Rate above which training fails")
-    axes.legend(loc="lower left", ncols=2, columnspacing=0.8, handlelength=1.2)
+    plotting.legend_beside(axes, below=True)
 
 
 def _draw_interval(axes: Axes, x: float, values: Sequence[float], colour: tuple[float, ...]) -> float:
@@ -156,9 +156,7 @@ def _draw_streams(axes: Axes, params: Params, tried: Grid) -> None:
     axes.plot([], [], color="black", linestyle="--", label="untrained, unit-scale weights")
     axes.set(title=f"The stream's growth ({deep} blocks)", xlabel="after block (0: embedding)", yscale="log")
     axes.set_ylabel("mean square of the stream")
-    bottom, top = axes.get_ylim()
-    axes.set_ylim(bottom * (bottom / top) ** 0.7, top)  # room for the legend
-    axes.legend(loc="lower right")
+    plotting.legend_beside(axes, below=True)
 
 
 def _draw_gradients(axes: Axes, initial: pd.DataFrame) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -70,7 +70,7 @@ def _draw_initial_shares(axes: Axes, initial: pd.DataFrame) -> None:
     axes.set_ylim(bottom=1e-4)
     _depth_axis(axes, depths)
     axes.set(title="Untrained: what is left of the embedding", ylabel="its share in what the head reads")
-    plotting.legend_beside(axes, below=True)
+    plotting.legend_beside(axes)
 
 
 def _initial_name(arm: str) -> str:
@@ -114,11 +114,11 @@ def _arms(params: Params) -> dict[str, str]:
     return {**deep, POST: at_depth(POST, section.middle)}
 
 
-def _label_post(params: Params, axes: Axes, **place: Any) -> None:
+def _legend_beside(params: Params, axes: Axes, *, below: bool) -> None:
     """The legend, in which Post-LN has its own number of blocks."""
-    handles, labels = axes.get_legend_handles_labels()
+    labels = axes.get_legend_handles_labels()[1]
     named = [f"{label} ({section_of(params).middle} blocks)" if label == POST else label for label in labels]
-    axes.legend(handles, named, fontsize=6.5, **place)
+    plotting.legend_beside(axes, below=below, labels=named)
 
 
 def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
@@ -133,8 +133,7 @@ def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
         xlabel=f"sublayer that reads, of {sublayers} (last: the head)",
         ylabel="share in what it reads",
     )
-    axes.set_ylim(bottom=axes.get_ylim()[0] / 20)  # room for the legend
-    _label_post(params, axes, loc="lower left", ncols=2)
+    _legend_beside(params, axes, below=True)
 
 
 def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
@@ -151,8 +150,7 @@ def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
         xlabel="block that reads (last: the head)",
         ylabel="mean square / the embedding's",
     )
-    axes.set_ylim(bottom=axes.get_ylim()[0] / 100)  # room for the legend
-    _label_post(params, axes, loc="lower left", ncols=2)
+    _legend_beside(params, axes, below=True)
 
 
 def _draw_outputs(axes: Axes, params: Params, seen: Seen) -> None:
@@ -163,9 +161,8 @@ def _draw_outputs(axes: Axes, params: Params, seen: Seen) -> None:
     axes.plot([], [], "--", color="black", label="before training")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_ylim(top=axes.get_ylim()[1] * 4)  # room for the legend
     axes.set(title="What blocks put out", xlabel="block", ylabel="rms of its two updates")
-    _label_post(params, axes, loc="upper left", ncols=2)
+    _legend_beside(params, axes, below=False)
 
 
 def _draw_exponents(axes: Axes, params: Params, seen: Seen) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -70,9 +70,8 @@ def _draw_bands(axes: Axes, params: Params, models: Sequence[Looked]) -> None:
         axes.plot([], [], marker, color=colour, markersize=3, label=name)
     axes.plot([], [], color=plotting.COLOURS["control"], linestyle=":", label="untrained")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    _headroom(axes, 12)
     axes.set(title=f"Healthy models of {params.claims.residual_health.deep} blocks", xlabel="sublayer (0: first)")
-    axes.legend(fontsize=6, ncols=2, loc="upper right")
+    plotting.legend_beside(axes)
 
 
 def _band_about_law(axes: Axes, params: Params, models: Sequence[Looked]) -> None:
@@ -84,12 +83,6 @@ def _band_about_law(axes: Axes, params: Params, models: Sequence[Looked]) -> Non
         colour, factor = plotting.colour(RULES[2]), math.sqrt(band[1] / band[0])
         axes.fill_between(range(len(middle)), middle / factor, middle * factor, color=colour, alpha=0.15)
         axes.plot(middle, color=colour, linewidth=1, label="law, other seeds")
-
-
-def _headroom(axes: Axes, factor: float) -> None:
-    """Room for the legend at the top of a logarithmic axis."""
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high * factor)
 
 
 def _draw_time(axes: Axes, params: Params, seen: claim.Replays) -> None:
@@ -110,9 +103,8 @@ def _draw_time(axes: Axes, params: Params, seen: claim.Replays) -> None:
             if name == "deep":
                 for sublayer in series.columns:
                     axes.plot(at, np.exp(series[sublayer]), color=colour, linewidth=0.3, alpha=0.15)
-    _headroom(axes, 12)
     axes.set(title="Ratios over training", xlabel="percent of the steps (grey: early)")
-    axes.legend(fontsize=6, ncols=2, loc="upper right")
+    plotting.legend_beside(axes)
 
 
 def replay_steps(params: Params, arm: str) -> int:
@@ -136,12 +128,7 @@ def _draw_removal(axes: Axes, params: Params, found: Mapping[str, Sequence[Looke
     axes.set_yscale("symlog", linthresh=1e-3)
     axes.margins(y=0.1)
     axes.set_ylabel("validation loss added (nats)")
-    _legend(axes, "upper left")
-
-
-def _legend(axes: Axes, place: Literal["upper left", "upper right", "lower left", "lower right"]) -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=6, loc=place)
+    plotting.legend_beside(axes, room=0.12)
 
 
 def _draw_failure(axes: Axes, params: Params, early: Sequence[Early]) -> None:
@@ -161,9 +148,8 @@ def _draw_failure(axes: Axes, params: Params, early: Sequence[Early]) -> None:
         axes.axhline(top, color=plotting.COLOURS["control"], linestyle=":", linewidth=0.8, label="lost before")
     axes.set_xticks(range(len(groups)), [f"{SHORT[method]}\n{depth}" for method, depth in groups], fontsize=6)
     axes.set_xlim(-0.5, len(groups) - 0.5)
-    _headroom(axes, 4)
     axes.set(title="Which runs fail?", xlabel="placement and blocks", ylabel=f"largest {RATIO}, early")
-    axes.legend(fontsize=6, ncols=2, loc="upper right")
+    plotting.legend_beside(axes)
 
 
 def _draw_areas(axes: Axes, early: Sequence[Early]) -> None:
@@ -180,10 +166,10 @@ def _draw_areas(axes: Axes, early: Sequence[Early]) -> None:
     if not measured:
         axes.text(0.5, 0.5, "no seed has runs of both outcomes", ha="center", transform=axes.transAxes, fontsize=8)
     axes.set_xticks(range(len(SIGNS)), [sign.replace(" ", "\n", 1) for sign in SIGNS], fontsize=7)
-    axes.set(xlim=(-0.5, len(SIGNS) - 0.5), ylim=(-0.05, 1.4), title="What foretells failure?")
+    axes.set(xlim=(-0.5, len(SIGNS) - 0.5), ylim=(-0.05, 1.05), title="What foretells failure?")
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
     axes.set(ylabel="area under the ROC curve", xlabel="known at the early step (dots: seeds)")
-    axes.legend(fontsize=6, loc="upper right")
+    plotting.legend_beside(axes, ncols=1)
 
 
 def _draw_planted(axes: Axes, params: Params, planted: Mapping[str, Sequence[Replay]]) -> None:
@@ -201,10 +187,9 @@ def _draw_planted(axes: Axes, params: Params, planted: Mapping[str, Sequence[Rep
             ratios = np.maximum(np.exp(series[sublayer]), FLOOR) if sublayer in series else np.array([])
             end = f", loss {_mean_loss(planted[name])}"
             axes.plot(at, ratios, ".-", color=plotting.colour(name), markersize=3, label=None if i else label + end)
-    _headroom(axes, 12)
     axes.set(title=f"One MLP planted, {section.shallow} blocks", xlabel="percent of the steps")
     axes.set_ylabel(f"its {RATIO}")
-    axes.legend(fontsize=6, loc="upper right")
+    plotting.legend_beside(axes, ncols=1)
 
 
 def _mean_loss(group: Sequence[Replay]) -> str:

@@ -38,7 +38,7 @@ from reslab.training import STALL_MARGIN, RunConfig, RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "A fixed scale on the branch: stability, speed and depth"
+TITLE = "Does a fixed scale on the branch buy stability with speed and depth?"
 STATEMENT = (
     "In very deep models a fixed branch scale of 0.1 to 0.5 trains more stably than 1; too small a scale lowers the "
     "effective depth and the final result. Scales 0.3 and 1 end at nearly the same result but differ clearly in speed "

@@ -28,7 +28,7 @@ from reslab.training import RunConfig, RunRecord
 if TYPE_CHECKING:
     from reslab.params import Params
 
-TITLE = "Sandwich-LN: Pre-LN's equal, of worth where scales differ?"
+TITLE = "Is Sandwich-LN Pre-LN's equal, and of worth where scales differ?"
 STATEMENT = (
     "Sandwich-LN, a second norm on every branch, equals Pre-LN in stability and accuracy and costs a little time; its "
     "worth lies in scale-sensitive blocks, such as mixed attention kinds or an external memory."

@@ -64,9 +64,8 @@ def _draw_initial(axes: Axes, initial: pd.DataFrame) -> None:
     _lengths_axis(axes, sorted(initial["length"].unique()))
     axes.set_yscale("symlog", linthresh=1)
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylim(top=3000)
     axes.set(title="Untrained: gradient over T steps", xlabel="T (steps)", ylabel="log10 of gradient left")
-    axes.legend(ncols=2, loc="upper left", fontsize=6)
+    plotting.legend_beside(axes)
 
 
 def _draw_series(axes: Axes, lengths: Sequence[int], values: dict[int, list[float]], method: str, place: int) -> None:

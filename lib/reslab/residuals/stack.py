@@ -92,11 +92,14 @@ def _has_values(branch: Any) -> TypeGuard[HasValues]:
 
 
 class _Accepted:
-    """What context a function takes: what it has parameters for, or all where it has `**` ones (as wrappers have)."""
+    """What context a function takes beside its input, which is its first parameter.
+
+    What it has parameters for, or all where it has `**` ones (as wrappers have).
+    """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters
-        self.names = frozenset(parameters)
+        self.names = frozenset(list(parameters)[1:])
         self.all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
     def of(self, context: dict[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,9 @@ def _require(query: Tensor, sources: Sequence[Tensor], eps: float) -> None:
         )
     if not sources:
         raise UserError("depth_attention: there is no source; give at least one")
+    for number, source in enumerate(sources):
+        if not isinstance(source, Tensor):
+            raise UserError(f"depth_attention: source {number} is a {type(source).__name__}; give tensors [..., d]")
     first = sources[0]
     if first.ndim == 0 or first.shape[-1] == 0:
         raise UserError(f"depth_attention: sources are {list(first.shape)}; give [..., d] with d of 1 or more")
@@ -66,13 +69,15 @@ def _require(query: Tensor, sources: Sequence[Tensor], eps: float) -> None:
             )
     if not first.is_floating_point():
         raise UserError(f"depth_attention: sources are {first.dtype}; give floating-point ones")
-    if not eps >= 0:
-        raise UserError(f"depth_attention: eps is {eps}; give 0 or more")
+    if not isinstance(eps, int | float) or not eps >= 0:
+        raise UserError(f"depth_attention: eps is {eps!r}; give a number, 0 or more")
     _require_vector("query", query, first)
 
 
 def _require_vector(name: str, vector: Tensor, source: Tensor) -> None:
     """[d], floating, and on the sources' device: kernels take its address."""
+    if not isinstance(vector, Tensor):
+        raise UserError(f"depth_attention: {name} is a {type(vector).__name__}; give a tensor [{source.shape[-1]}]")
     if vector.shape != source.shape[-1:]:
         raise UserError(f"depth_attention: {name} is {list(vector.shape)}, sources have width {source.shape[-1]}")
     if vector.device != source.device or not vector.is_floating_point():
