@@ -19,9 +19,7 @@ class UserError(ValueError):
 class Settings(BaseModel):
     """Frozen settings: exact types (1 is not "1", 0.5 is no integer), unknown keys refused."""
 
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 S = TypeVar("S", bound=BaseModel)

@@ -54,6 +54,8 @@ class Site:
 class ConnectionOptions(Settings):
     """The options of a kind, each with its range and default; a kind without options takes none."""
 
+    model_config = ConfigDict(use_attribute_docstrings=True)  # what `describe` tells of each
+
     def require(self, sublayers: int, width: int) -> None:
         """A UserError when the options do not fit a stack of `sublayers` on a stream of `width`."""
 
