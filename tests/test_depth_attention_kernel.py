@@ -1,8 +1,12 @@
 """The depth-attention operation against its definition in float64, and what PyTorch asks of an operation."""
 
-from collections.abc import Iterator
+import ast
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import numba
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from reslab.kernels.depth_attention import cpu, depth_attention, implementation, naive
+from reslab.kernels.depth_attention import cpu, cpu_bank, depth_attention, implementation, naive
 from reslab.kernels.depth_attention.op import _backward, _forward
+from reslab.kernels.depth_attention.simd import alive, load_one, store_one
 from reslab.schema import UserError
 
+KERNELS = [cpu_bank.write, cpu_bank.mix_common, cpu_bank.mix, cpu_bank.keep_gradient, cpu_bank.pull]
 EPS = 1e-6
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -317,3 +323,41 @@ def test_what_a_kernel_would_read_past_is_refused(change: dict[str, Any], messag
     given: dict[str, Any] = {"query": torch.ones(8), "sources": [torch.ones(4, 8)] * 3} | change
     with pytest.raises(UserError, match=message):
         depth_attention(**given)
+
+
+# --- memory of kernels ----------------------------------------------------------------------------
+
+
+@numba.njit
+def _two_arrays(count: int) -> tuple[bool, float]:
+    first = np.empty(count, np.float32)
+    one = first.ctypes.data
+    for k in range(count):
+        store_one(one, k, np.float32(1), np.float32(0))
+    second = np.empty(count, np.float32)
+    other = second.ctypes.data
+    for k in range(count):
+        store_one(other, k, np.float32(2), np.float32(0))
+    found = load_one(one, 0, np.float32(0))
+    alive(first)
+    alive(second)
+    return one != other, found
+
+
+def test_an_array_of_a_kernel_lives_until_it_is_said_to() -> None:
+    """Numba frees an array after its last mention, which the use of its address is not."""
+    assert _two_arrays(64) == (True, 1.0)
+
+
+@pytest.mark.parametrize("kernel", [cpu.attend, cpu.differentiate, *KERNELS], ids=lambda kernel: kernel.__name__)
+def test_every_array_of_a_kernel_lives_to_its_end(kernel: Callable[..., None]) -> None:
+    [body] = ast.parse(inspect.getsource(kernel)).body
+    assert isinstance(body, ast.FunctionDef)
+    made, kept = set(), set()
+    for node in ast.walk(body):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "alive":
+            kept.add(ast.unparse(node.args[0]))
+        elif isinstance(node, ast.Attribute) and node.attr == "ctypes":
+            made.add(ast.unparse(node.value))
+    assert made == kept
+    assert all("alive" in ast.unparse(statement) for statement in body.body[-len(made) :] if made)

@@ -5,6 +5,7 @@ G heads; l the sublayer's number from 1; w_l its query; a_i [..., G] the depth w
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
@@ -134,16 +135,21 @@ class AttnResOptions(ConnectionOptions):
 
     def plan(self, sublayers: int, keep: bool) -> Plan:
         """What each sublayer, and the output last, reads of these rows."""
-        sources = tuple(tuple(self.rows(count)) for count in range(1, sublayers + 2))
-        reads = tuple(tuple(rows[place] for place in self.places(len(rows))) for rows in sources)
-        joins = (False, *(index % self.block > 0 for index in range(sublayers)))
-        return Plan.of(reads, joins, keep, sources)
+        return _plan(self, sublayers, keep)
 
     def places(self, count: int) -> list[int]:
         """Which of `count` sources are read, oldest first; 0 is the embedding."""
         oldest = 0 if self.window is None else max(0, count - self.window)
         places = set(range(count - 1, oldest - 1, -self.stride))
         return sorted(places | {0} if self.window_embedding else places)
+
+
+@lru_cache(maxsize=64)
+def _plan(options: AttnResOptions, sublayers: int, keep: bool) -> Plan:
+    sources = tuple(tuple(options.rows(count)) for count in range(1, sublayers + 2))
+    reads = tuple(tuple(rows[place] for place in options.places(len(rows))) for rows in sources)
+    joins = (False, *(index % options.block > 0 for index in range(sublayers)))
+    return Plan.of(reads, joins, keep, sources)
 
 
 class Sources(NamedTuple):

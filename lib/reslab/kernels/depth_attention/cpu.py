@@ -17,6 +17,7 @@ from torch import Tensor
 from reslab.kernels.depth_attention.simd import (
     FAST,
     LANES,
+    alive,
     exp,
     first,
     fma,
@@ -155,6 +156,8 @@ def differentiate(arguments: Any, start: Any, stop: Any) -> None:
         for j in range(0, padded, LANES):  # first by token, then over tokens: short sums round less
             before = load(parts, part + j, wide) if t % SUMMED else splat(wide)
             store(parts, part + j, before + load(of_token, j, wide), wide)
+    alive(p_memory)
+    alive(u_memory)
 
 
 @cache

@@ -20,6 +20,7 @@ from reslab.kernels.depth_attention.cpu import inline, put, take
 from reslab.kernels.depth_attention.plan import Group, Plan
 from reslab.kernels.depth_attention.simd import (
     LANES,
+    alive,
     exp,
     first,
     fma,
@@ -113,16 +114,17 @@ def write(arguments: Any, start: Any, stop: Any) -> None:
                 store(scores, to + 3 * segment, d0, wide)
                 if two:
                     store(scores, to + 3 * segment + LANES, d1, wide)
+    alive(memory)
 
 
 def mix_common(arguments: Any, start: Any, stop: Any) -> None:
     """For up to eight queries at once, of the rows they all read: the largest score, and, relative to it, sums of
     exponentials and of rows weighted by them: [T, 8], [T, 8], [8, T, d]."""
     (
-        places, rows, padded, scores, at, segments, scale, slots, queries, largest, sums, parts, apart, tokens
+        table, rows, padded, scores, slots, at, segments, scale, queries, largest, sums, parts, apart, tokens
     ) = integers(arguments, 14)  # fmt: skip
-    memory = np.empty(rows * LANES)
-    a = memory.ctypes.data
+    memory, where = np.empty(rows * LANES), _looked_up(table, slots, rows)
+    a, places = memory.ctypes.data, where.ctypes.data
     for t in range(start, stop):
         ahead = min(t + 1, stop - 1)
         for i in range(rows):
@@ -161,20 +163,22 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
                 _store_two(to + apart, b0, b1, wide)
                 _store_two(to + 2 * apart, c0, c1, wide)
                 _store_two(to + 3 * apart, d0, d1, wide)
+    alive(memory)
+    alive(where)
 
 
 def mix(arguments: Any, start: Any, stop: Any) -> None:
     """h [T, d] of one query, to `out`, and ln sum exp s, to row `query` of `logs` [L, T].
 
-    Of the rows at `places`, and of those that `mix_common` has summed for query `begun` of eight, unless that is -1.
+    Of the rows `slots`, and of those that `mix_common` has summed for query `begun` of eight, unless that is -1.
     """
     (
-        places, count, padded, scores, at, segments, scale, slots, begun, largest, sums, parts, apart, out, width,
+        table, count, padded, scores, slots, at, segments, scale, begun, largest, sums, parts, apart, out, width,
         logs, query, tokens
     ) = integers(arguments, 18)  # fmt: skip
     one = wide + np.float32(1)
-    memory = np.empty(count + LANES)
-    a = memory.ctypes.data
+    memory, where = np.empty(count + LANES), _looked_up(table, slots, count)
+    a, places = memory.ctypes.data, where.ctypes.data
     for t in range(start, stop):
         ahead = min(t + 2, stop - 1)
         _ahead(places, count, ahead * padded, padded, tag)
@@ -218,6 +222,8 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
                 x, y = fma(k, load(0, at_row, tag), x), fma(k, load(0, at_row + LANES, tag), y)
             put(out + t * width, j, width, x, wide)
             put(out + t * width, j + LANES, width, y, wide)
+    alive(memory)
+    alive(where)
 
 
 def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
@@ -233,6 +239,15 @@ def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
                 store(0, place + t * padded + j, g, tag)
             product = fma(g, take(h + t * width, j, width, wide), product)
         store_one(means, query * tokens + t, total(product), wide)
+
+
+@inline
+def _looked_up(table: Any, numbers: Any, count: Any) -> Any:
+    """What a table of int64 has at each of some numbers."""
+    found = np.empty(count, np.int64)
+    for i in range(count):
+        found[i] = integer(table, integer(numbers, i))
+    return found
 
 
 @inline
@@ -354,9 +369,11 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
     number are completed (begun = 8: nothing is begun), and its gradient goes to `out`, with `above` and `extra` added.
     """
     (
-        places, count, padded, scores, at, segments, scale, slots, sources, events, reads, logs, means, queries,
+        table, count, padded, scores, slots, at, segments, scale, gradients, events, reads, logs, means, queries,
         by_query, by_chunk, parts, apart, begun, norms, above, extra, out, width, normed, chunk, tokens
     ) = integers(arguments, 27)  # fmt: skip
+    where, whose = _looked_up(table, slots, count), _looked_up(gradients, events, reads)
+    places, sources = where.ctypes.data, whose.ctypes.data
     events_padded = (reads + LANES - 1) // LANES * LANES
     a_memory, c_memory = np.empty((count + 3) * events_padded), np.zeros(TOGETHER * LANES * events_padded)
     lse_memory, mean_memory = np.empty(events_padded), np.empty(events_padded)
@@ -413,6 +430,12 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
         for i in range(count):
             v = integer(places, i) + block * padded
             _add_to_queries(v, padded, here, c, i * events_padded, of_token, events, reads, to, tag, wide)
+    alive(where)
+    alive(whose)
+    alive(a_memory)
+    alive(c_memory)
+    alive(lse_memory)
+    alive(mean_memory)
 
 
 # --- compiled for a format ------------------------------------------------------------------------
@@ -438,22 +461,35 @@ APART = 80
 CHUNKS = 64
 """Chunks of tokens, at most."""
 
-Index = np.ndarray
 Step = tuple[str, tuple[int, ...]]
 """A kernel's name and its arguments."""
+
+
+class _Numbers:
+    """Some int64 numbers, and where they are."""
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = np.array(numbers, dtype=np.int64)
+        self.address = _address(self.numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
 
 
 @dataclass(frozen=True)
 class _Rows:
     """Some rows, as kernels take them, and where their scores are."""
 
-    rows: Index
-    columns: Index
-    segments: Index
+    rows: _Numbers
+    columns: _Numbers
+    segments: _Numbers
+
+    def __len__(self) -> int:
+        return len(self.rows)
 
     @cached_property
-    def addresses(self) -> tuple[int, int]:
-        return _address(self.columns), _address(self.segments)
+    def addresses(self) -> tuple[int, int, int]:
+        return self.rows.address, self.columns.address, self.segments.address
 
 
 @dataclass(frozen=True)
@@ -475,7 +511,7 @@ class _Layout:
             self.plan.column(row, reads[0]) - begin if reads else 0 for row, begin in zip(rows, begins, strict=True)
         ]
         columns = [self.begin(row) + column for row, column in zip(rows, behind, strict=True)]
-        return _Rows(_integers(rows), _integers(columns), _integers(segments))
+        return _Rows(_Numbers(rows), _Numbers(columns), _Numbers(segments))
 
     @cached_property
     def mixing(self) -> dict[int, tuple[int, Group, _Rows | None, _Rows]]:
@@ -488,24 +524,20 @@ class _Layout:
         return found
 
     @cached_property
-    def pulling(self) -> dict[int, tuple[int, Group, _Rows, _Rows, Index, Index]]:
+    def pulling(self) -> dict[int, tuple[int, Group, _Rows, _Rows, _Numbers, _Numbers]]:
         """Of each row: its number in its group, the group, its rows, itself, and the common and its own reads."""
         found = {}
         for group in self.plan.pulling:
             together = self.rows(group.members, group.common)
             for number, row in enumerate(group.members):
                 own = group.own[number]
-                found[row] = number, group, together, self.rows([row], own), _integers(group.common), _integers(own)
+                found[row] = number, group, together, self.rows([row], own), _Numbers(group.common), _Numbers(own)
         return found
 
 
 @lru_cache(maxsize=64)
 def _layout(plan: Plan, tokens: int) -> _Layout:
     return _Layout(plan, tokens)
-
-
-def _integers(numbers: Sequence[int]) -> Index:
-    return np.array(numbers, dtype=np.int64)
 
 
 def _require_version(tensor: Tensor, version: int) -> None:
@@ -523,6 +555,7 @@ class _Tensors:
         self.kept: list[Tensor | None] = [None] * count
         self.versions = [0] * count
         self.places = np.zeros(count, dtype=np.int64)
+        self.address = _address(self.places)
 
     def keep(self, number: int, tensor: Tensor) -> None:
         self.kept[number], self.versions[number], self.places[number] = tensor, _version(tensor), _place(tensor)
@@ -541,7 +574,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _address(numbers: Index) -> int:
+def _address(numbers: np.ndarray) -> int:
     return numbers.ctypes.data
 
 
@@ -610,7 +643,6 @@ class CpuHistory:
         number, group, common, own = self.layout.mixing[read]
         steps: list[Step] = []
         out = self._empty(self.tokens, self.width)
-        places = self.rows.places[own.rows]
         if common is None:
             number, sums = -1, [0, 0, 0]
         else:
@@ -619,9 +651,8 @@ class CpuHistory:
             assert self.begun is not None
             sums = self._begun()
         steps.append(("mix", (
-            _address(places), len(places), self.padded, self.scores.data_ptr(), *own.addresses, self.scale.data_ptr(),
-            _address(own.rows), number, *sums, self.apart, _place(out), self.width, self.logs.data_ptr(), read,
-            self.tokens,
+            self.rows.address, len(own), self.padded, self.scores.data_ptr(), *own.addresses, self.scale.data_ptr(),
+            number, *sums, self.apart, _place(out), self.width, self.logs.data_ptr(), read, self.tokens,
         )))  # fmt: skip
         self._run(steps)
         return out
@@ -630,11 +661,9 @@ class CpuHistory:
         """Sum what a group of reads has in common."""
         parts = self._empty(LANES, self.apart) if self.begun is None else self.begun[3]
         self.begun = group, self._empty(self.tokens, LANES), self._empty(self.tokens, LANES), parts
-        self.begun_places = self.rows.places[common.rows]
         return "mix_common", (
-            _address(self.begun_places), len(common.rows), self.padded, self.scores.data_ptr(), *common.addresses,
-            self.scale.data_ptr(), _address(common.rows), len(group.members),
-            *self._begun(), self.apart, self.tokens,
+            self.rows.address, len(common), self.padded, self.scores.data_ptr(), *common.addresses,
+            self.scale.data_ptr(), len(group.members), *self._begun(), self.apart, self.tokens,
         )  # fmt: skip
 
     def _begun(self) -> list[int]:
@@ -680,7 +709,6 @@ class CpuHistory:
         self.by_query = torch.zeros(-(-self.tokens // self.chunk), reads, self.padded, dtype=self.exact)
         self.begun = None
         self.pulled: Group | None = None
-        self.pulling: dict[bool, tuple[Index, Index]] = {}
         self.pulled_parts = self._empty(LANES, self.apart)
         self._fill_gaps()
 
@@ -724,14 +752,12 @@ class CpuHistory:
         return out
 
     def _pull(
-        self, rows: _Rows, reads: Index, begun: int,
+        self, rows: _Rows, reads: _Numbers, begun: int,
         above: Tensor | None = None, extra: Tensor | None = None, out: Tensor | None = None,
     ) -> Step:  # fmt: skip
-        places, sources = self.rows.places[rows.rows], self.gradients.places[reads]
-        self.pulling[begun < 0] = places, sources  # kept while the kernel runs
         return "pull", (
-            _address(places), len(places), self.padded, self.scores.data_ptr(), *rows.addresses, self.scale.data_ptr(),
-            _address(rows.rows), _address(sources), _address(reads), len(reads), self.logs.data_ptr(),
+            self.rows.address, len(rows), self.padded, self.scores.data_ptr(), *rows.addresses, self.scale.data_ptr(),
+            self.gradients.address, reads.address, len(reads), self.logs.data_ptr(),
             self.means.data_ptr(), self.queries.data_ptr(), _place(self.by_query), self.by_query.stride(0),
             _place(self.pulled_parts), self.apart, begun, self.norms.data_ptr(), _place(above), _place(extra),
             _place(out), self.width, self.normed, self.chunk, self.tokens,

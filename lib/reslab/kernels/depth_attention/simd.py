@@ -18,8 +18,8 @@ from numba.core.typing.templates import AbstractTemplate, infer_global, signatur
 from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
-    "FAST", "LANES", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part", "maximum",
-    "prefetch", "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
+    "FAST", "LANES", "alive", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part",
+    "maximum", "prefetch", "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
 ]  # fmt: skip
 
 LANES = 8
@@ -215,6 +215,16 @@ def jump(typing: Any, kernel: Any, arguments: Any, start: Any, stop: Any) -> Any
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def alive(typing: Any, array: Any) -> Any:
+    """Keeps an array until here. A kernel that goes on with its address alone would go on with freed memory."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return context.get_dummy_value()
+
+    return types.void(array), generate
 
 
 @intrinsic
