@@ -132,7 +132,7 @@ def test_report_is_written(figures: Path) -> None:
     assert checks[3][0] == "A2.1 (control)"
     assert published[2] == ["exponent", "3", "2.98", "a paper"]
     assert sentences[2][0] == "A1"
-    assert sentences[2][2:] == ["01", "1 holds"]
+    assert sentences[2][2:] == ["01", "trained: 1 holds"]
     assert {row[0]: row[1] for row in sentences[2:]} == report.sentences()
     assert {row[3] for row in sentences[3:]} == {"not tested"}, "A2.1 has a control alone"
 
@@ -191,7 +191,15 @@ def test_a_lost_control_is_told_beside_the_sentence(figures: Path) -> None:
     claims.write(record(), figures)
     report.write()
     row = tables((figures / "README.md").read_text())[-1][2]
-    assert row[2:] == ["01, 03", "1 holds, 1 fails, a control is not met in 03"]
+    assert row[2:] == ["01, 03", "trained: 1 holds, 1 fails; a control is not met in 03"]
+
+
+def test_what_holds_untrained_is_counted_by_itself(figures: Path) -> None:
+    checks = [check(), check("b", outcome="undecided"), check("c", role="exact"), check("d", role="measured")]
+    claims.write(record(*checks), figures)
+    report.write()
+    row = tables((figures / "README.md").read_text())[-1][2]
+    assert row[3] == "untrained: 1 holds; trained: 1 holds, 1 undecided; measured: 1 holds"
 
 
 def test_arms_at_the_edge_of_their_rates_are_told_apart(figures: Path) -> None:

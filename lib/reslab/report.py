@@ -2,11 +2,12 @@
 
 import io
 from pathlib import Path
+from typing import get_args
 
 import pandas as pd
 
 from reslab import claims, notebook, paths
-from reslab.claims import Check, Record
+from reslab.claims import Check, Outcome, Record
 from reslab.files import write_atomic
 from reslab.schema import UserError, did_you_mean
 
@@ -63,7 +64,8 @@ def _markdown(found: list[Record]) -> str:
         "",
         "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that",
         "stood in `params.yaml` before the run. n is the number of seeds, of measured times that of rounds; a count",
-        "or a maximum over all seeds has n=1. Measured times differ from run to run.",
+        "or a maximum over all seeds has n=1. An interval [x, x] says that all seeds gave x: of a count, or of steps
+        "in a list of rates, that is its resolution and no certainty. Measured times differ from run to run.",
         "",
         "| claim | verdict | key check | figure |",
         "|---|---|---|---|",
@@ -109,13 +111,24 @@ def _markdown(found: list[Record]) -> str:
 
 
 def _tested(sentence: str, found: list[Record]) -> tuple[str, str]:
-    """The notebooks that test a sentence, and how often its checks hold, fail or stay undecided."""
+    """The notebooks that test a sentence, and how often its checks hold, fail or stay undecided.
+
+    By what they look at: what holds at initialisation by a proof is no evidence of what training does.
+    """
     testing = [r for r in found if any(c.sentence == sentence and c.role != "control" for c in r.checks)]
-    outcomes = [c.outcome for r in testing for c in r.checks if c.sentence == sentence and c.role != "control"]
-    counted = [f"{outcomes.count(o)} {o}" for o in ("holds", "fails", "undecided") if o in outcomes]
+    checks = [c for r in testing for c in r.checks if c.sentence == sentence]
+    counted = [
+        f"{told}: {_counted(of_role)}"
+        for role, told in (("exact", "untrained"), ("trained", "trained"), ("measured", "measured"))
+        if (of_role := [c.outcome for c in checks if c.role == role])
+    ]
     lost = [r.claim[:2] for r in testing if r.verdict == "inconclusive"]
     counted += [f"a control is not met in {', '.join(lost)}"] if lost else []
-    return ", ".join(r.claim[:2] for r in testing), ", ".join(counted) or "not tested"
+    return ", ".join(r.claim[:2] for r in testing), "; ".join(counted) or "not tested"
+
+
+def _counted(outcomes: list[Outcome]) -> str:
+    return ", ".join(f"{outcomes.count(o)} {o}" for o in get_args(Outcome) if o in outcomes)
 
 
 def _csv(found: list[Record]) -> str:
