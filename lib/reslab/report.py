@@ -64,8 +64,8 @@ def _markdown(found: list[Record]) -> str:
         "",
         "Made by `dvc repro`; do not edit. A check holds when its whole 95 % interval meets the criterion that",
         "stood in `params.yaml` before the run. n is the number of seeds, of measured times that of rounds; a count",
-        "or a maximum over all seeds has n=1. An interval [x, x] says that all seeds gave x: of a count, or of steps
-        "in a list of rates, that is its resolution and no certainty. Measured times differ from run to run.",
+        "or a maximum over all seeds has n=1. An interval [x, x] says that all seeds gave x: of a count, or of",
+        "steps in a list of rates, that is its resolution and no certainty. Measured times differ from run to run.",
         "",
         "| claim | verdict | key check | figure |",
         "|---|---|---|---|",
