@@ -73,8 +73,10 @@ def test_every_question_is_answered_once(
     assert {c.name for c in checks if c.role == "measured"} == {n for n in names if n.split("_")[0] in MEASURED}
     assert all(check.outcome == "holds" for check in checks if check.name.startswith("traffic_"))
 
+    assert {c.name for c in checks if c.role == "control"} == {n for n in names if n.startswith("traffic_")}
 
-MEASURED = ("time", "kernel", "residual")
+
+MEASURED = ("time", "residual")
 
 
 def test_times_are_compared_within_a_round(settings: Params) -> None:
@@ -84,7 +86,7 @@ def test_times_are_compared_within_a_round(settings: Params) -> None:
     assert estimates["time_full"].estimate.value == pytest.approx(1 + 0.2 * deepest)
     assert estimates["time_growth"].estimate.value == pytest.approx(2)
     assert estimates["time_window"].estimate.value == pytest.approx(0.05 * deepest - 0.1 * deepest)
-    assert estimates["kernel_saves"].estimate.value == pytest.approx(3)
+    assert claim.plain_over_kernel(settings, made_up(settings, 0.2, 0.05)).value == pytest.approx(3)
     assert estimates["residual_full"].estimate.value == pytest.approx(4)
     assert estimates["residual_block"].estimate.value == pytest.approx(0.375)
     held = {name for name, check in estimates.items() if check.outcome == "holds"}
@@ -106,6 +108,20 @@ def test_full_keeps_every_row_without_gradients(settings: Params, measured: tupl
     peaks = claim.at_depths(settings, measured[1]).pivot(index="blocks", columns="arm", values="inference")
     assert (peaks[claim.FULL] > peaks[claim.PRENORM]).all()
     assert (peaks[claim.WINDOW] < peaks[claim.FULL]).all()
+
+
+@pytest.mark.parametrize(("offset", "kept"), [(0, 1.0), (10**6, 1.25), (0, 0.5)])
+def test_memory_grows_by_what_each_sublayer_keeps(
+    settings: Params, measured: tuple[pd.DataFrame, pd.DataFrame], offset: int, kept: float
+) -> None:
+    """Whatever else Full needs at every depth; an activation is 4 sequences of 16 tokens and 16 channels."""
+    peaks = measured[1].copy()
+    full = peaks["arm"] == claim.FULL
+    peaks["inference"] = 1000.0
+    peaks.loc[full, "inference"] += offset + kept * 2 * peaks["blocks"] * (4 * 4 * 16 * 16)
+    found = {check.name: check for check in claim.checks_memory(settings, peaks)}["memory_inference"]
+    assert found.estimate.value == pytest.approx(kept)
+    assert found.outcome == ("holds" if kept > 0.9 else "fails")
 
 
 def test_figure_draws_also_where_a_run_diverged(

@@ -139,6 +139,52 @@ def test_estimates_from_losses_by_hand(settings: Params, trained: Runs) -> None:
     assert claim.early_loss([record]) == [3.0]
 
 
+def with_losses(trained: Runs, name: str, losses: list[float], measure: str = "test_loss") -> None:
+    pairs = zip(trained[name], losses, strict=True)
+    trained[name] = [record.model_copy(update={measure: loss}) for record, loss in pairs]
+
+
+def test_nothing_is_gained_where_both_reach_the_ceiling(settings: Params, trained: Runs) -> None:
+    for name, losses in {"Pre-LN": [0.03, 0.5], "Full": [0.01, 0.2], "Block": [0.02, 0.3]}.items():
+        with_losses(trained, f"{name}, hops", losses)
+    for name, reached in {"Pre-LN": [0.995, 0.8], "Full": [1.0, 0.9], "Block": [0.98, 0.9]}.items():
+        with_losses(trained, f"{name}, hops", reached, "test_accuracy")
+    found = claim.gains(settings, trained)
+    assert math.isnan(found["hops_full"][0])
+    assert found["hops_full"][1] == pytest.approx(0.3)
+    assert found["hops_block"] == pytest.approx([0.01, 0.2])
+    checks = {check.name: check for check in claim.checks_loss(settings, trained)}
+    assert (checks["hops_full"].estimate.value, checks["hops_full"].outcome) == (None, "undecided")
+    assert checks["hops_block"].estimate.value == pytest.approx(0.105)
+    assert math.isnan(claim.power(settings, trained)["detectable"]["hops_full"])
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_rate_of_the_queries_matters_whichever_way(settings: Params, trained: Runs, sign: int) -> None:
+    slow = trained["Full, slow queries"]
+    length = len(slow[0].train_loss)
+    with_losses(trained, "Full, slow queries", [2.0, 2.0])
+    with_losses(trained, "Full, fast queries", [2.0 + sign * 0.08, 2.0 + sign * 0.12])
+    for name, early in {"slow": 3.0, "fast": 3.0 + sign * 0.2}.items():
+        curve = {"train_loss": (early,) * length}
+        trained[f"Full, {name} queries"] = [
+            record.model_copy(update=curve) for record in trained[f"Full, {name} queries"]
+        ]
+    found = {check.name: check for check in claim.checks_loss(settings, trained)}
+    assert found["fast_queries"].estimate.value == pytest.approx(0.1)
+    assert found["fast_queries_early"].estimate.value == pytest.approx(0.2)
+    assert found["fast_queries_early"].outcome == "holds"
+    with_losses(trained, "Full, fast queries", [2.0 + sign * 0.01, 2.0 + sign * 0.011])
+    again = {check.name: check for check in claim.checks_loss(settings, trained)}
+    assert again["fast_queries"].outcome == "fails"
+
+
+def test_identities_of_the_implementation_are_no_evidence() -> None:
+    identities = ("full_starts", "block_starts", "rescaled_is", "source_counts", "parameters_exact")
+    asked = {name: question.role for name, question in claim.QUESTIONS.items() if name.startswith(identities)}
+    assert list(asked.values()) == ["control"] * 5
+
+
 @pytest.mark.parametrize(
     ("arm", "lost"),
     [
@@ -219,6 +265,7 @@ def test_one_seed_is_undecided(settings: Params, trained: Runs) -> None:
         ({"learning_rates": []}, "learning_rates"),
         ({"image": {"heads": 3}}, "width 8 is not divisible by heads 3"),
         ({"hops": {"steps": 1}}, "hops.steps"),
+        ({"hops": {"ceiling": 1.5}}, "hops.ceiling"),
         ({"peers": {"resnet": 2}}, "unknown parameter"),
     ],
 )

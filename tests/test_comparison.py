@@ -1,17 +1,18 @@
 """Comparisons: every arm at the rate that was best for it, chosen apart from the seeds it is judged by."""
 
+import math
 from collections.abc import Sequence
 
 import pandas as pd
 import pytest
 
 from reslab import comparison
-from reslab.comparison import Arm, RateSweep, arms_summary, choose_rates, train_arms
+from reslab.comparison import Arm, RateSweep, arms_summary, choose_rates, next_rate, train_arms
 from reslab.sweep import Execution
 from reslab.training import RunConfig, RunRecord
 
 ALONE = Execution(workers=1)
-SWEEP = RateSweep(seed=99, steps=5)
+SWEEP = RateSweep(seed=99, steps=5, beyond=0)
 
 
 def record(config: RunConfig, loss: float | None) -> RunRecord:
@@ -97,6 +98,51 @@ def test_rates_are_chosen_at_their_own_seed_and_length(tiny: RunConfig, monkeypa
     assert [(c.seed, c.optimisation.steps, c.learning_rate) for c in sweep.asked] == [(99, 5, 0.01), (99, 5, 0.1)]
     assert {c.optimisation.batch for c in sweep.asked} == {4}
     assert all(c.validation_only for c in sweep.asked)
+
+
+@pytest.mark.parametrize(
+    ("losses", "tried"),
+    [
+        ({0.01: 1.0, 0.03: 1.1, 0.003: 1.1}, [0.003, 0.01, 0.03]),
+        ({0.01: 1.2, 0.03: 1.1, 0.1: 1.0, 0.3: 1.1}, [0.01, 0.03, 0.1, 0.3]),
+        ({0.01: 1.0, 0.03: None, 0.003: 0.9, 0.001: 0.8}, [0.0003, 0.001, 0.003, 0.01, 0.03]),
+        ({0.01: 1.0, 0.03: 1.1, 0.003: 0.9, 0.001: 0.8, 0.0003: 0.7}, [0.0003, 0.001, 0.003, 0.01, 0.03]),
+        ({0.01: None, 0.03: None, 0.003: 2.0}, [0.001, 0.003, 0.01, 0.03]),
+    ],
+)
+def test_rates_beyond_the_list_are_tried_while_the_best_is_at_its_end(
+    tiny: RunConfig, monkeypatch: pytest.MonkeyPatch, losses: dict[float, float | None], tried: list[float]
+) -> None:
+    """At most three of them."""
+    sweep = swept(monkeypatch, {(4, rate): loss for rate, loss in losses.items()})
+    table = choose_rates([arm(tiny, "one", 4, (0.01, 0.03))], SWEEP.model_copy(update={"beyond": 3}), ALONE)
+    assert table["rate"].tolist() == tried
+    assert len(sweep.asked) == len(tried)
+    best = min(losses, key=lambda rate: math.inf if losses[rate] is None else float(losses[rate] or 0))
+    assert chosen(table) == {"one": best}
+
+
+def test_only_arms_and_settings_whose_best_is_at_an_end_are_swept_further(
+    tiny: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept(monkeypatch, {(4, 0.01): 1.0, (5, 0.01): 2.0, (5, 0.1): 1.5, (6, 0.1): 1.2})
+    inside = arm(tiny, "inside", 4, (0.001, 0.01, 0.1))
+    two = Arm("two", arm(tiny, "", 5, ()).config, (0.01, 0.1), {"batch 6": arm(tiny, "", 6, ()).config})
+    single = arm(tiny, "single", 7, (0.1,))
+    table = choose_rates([inside, two, single], SWEEP.model_copy(update={"beyond": 3}), ALONE)
+    rows = [table[table["arm"] == name] for name in ("inside", "two", "single")]
+    tried = [each[["setting", "rate"]].to_numpy().tolist() for each in rows]
+    assert tried[0] == [["", 0.001], ["", 0.01], ["", 0.1]]
+    assert tried[1] == [["", 0.01], ["", 0.1], ["batch 6", 0.01], ["batch 6", 0.1], ["batch 6", 0.3]]
+    assert tried[2] == [["", 0.1]]
+    assert chosen(table) == {"inside": 0.01, "two": 0.1, "single": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("rate", "below", "above"), [(0.003, 0.001, 0.01), (0.01, 0.003, 0.03), (1.0, 0.3, 3.0), (0.02, 0.01, 0.03)]
+)
+def test_next_rates_are_those_that_lists_have(rate: float, below: float, above: float) -> None:
+    assert (next_rate(rate, up=False), next_rate(rate, up=True)) == (below, above)
 
 
 def test_arms_are_trained_in_full_at_their_rates(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,17 @@ import math
 import numpy as np
 import pytest
 
+from records import around_guess
 from reslab.curves import (
     Bracket,
     Label,
     bracket,
     context_free_losses,
     early_loss,
+    excess_losses,
+    excess_rise,
     first_below,
+    first_use_of_context,
     label,
     largest_rise,
     spikes,
@@ -156,7 +160,7 @@ def test_a_censored_threshold_is_not_a_number() -> None:
     assert all(math.isnan(b.threshold) for b in (Bracket(0.01, None), Bracket(None, 0.01), Bracket(None, None)))
 
 
-# --- the control ----------------------------------------------------------------------------------
+# --- against the best context-free guess ----------------------------------------------------------
 
 
 def test_context_free_losses_are_of_the_runs_own_batches(tiny: RunConfig) -> None:
@@ -166,3 +170,20 @@ def test_context_free_losses_are_of_the_runs_own_batches(tiny: RunConfig) -> Non
     other = train(tiny.model_copy(update={"learning_rate": 1e-4}))
     assert context_free_losses(other) == losses
     assert np.mean(losses) == pytest.approx(other.context_free_loss, abs=0.3)
+
+
+def test_what_the_batches_do_is_taken_off(tiny: RunConfig) -> None:
+    """Whatever the batches: a run as good as the guess never uses the context and never rises."""
+    run = record(tiny, np.zeros(200), "stalled")
+    idle = around_guess(run, [0.0] * 200)
+    assert np.std(idle.train_loss) > 0.01
+    assert excess_losses(idle) == pytest.approx([0.0] * 200)
+    assert math.isnan(first_use_of_context(idle))
+    assert excess_rise(idle) == pytest.approx(0)
+    assert excess_rise(around_guess(run, [1.0] * 50 + [1.7] * 150)) == pytest.approx(0.7)
+
+
+def test_first_use_of_context_is_where_the_mean_of_twenty_is_a_margin_below_the_guess(tiny: RunConfig) -> None:
+    """From step 20 on 0.11 below: ten such steps of twenty make -0.055."""
+    run = around_guess(record(tiny, np.zeros(60), "trained"), [0.0] * 20 + [-0.11] * 40)
+    assert first_use_of_context(run) == 29

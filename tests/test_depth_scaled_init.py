@@ -40,8 +40,11 @@ def trained_once(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def trained(trained_once: Runs) -> Runs:
-    """A copy that a test may change."""
-    return {name: list(records) for name, records in trained_once.items()}
+    """A copy that a test may change, in which every run has learnt."""
+    return {
+        name: [record.model_copy(update={"outcome": "trained"}) for record in records]
+        for name, records in trained_once.items()
+    }
 
 
 @pytest.fixture(scope="module")
@@ -198,10 +201,30 @@ def test_diverged_run_leaves_its_checks_undecided(settings: Params, trained: Run
 
 def test_run_that_diverges_is_a_run_that_stalls(settings: Params, trained: Runs) -> None:
     name = claim.arm_name("0.2", 2)
-    trained[name] = [record.model_copy(update={"outcome": "trained"}) for record in trained[name]]
     assert by_name(claim.checks_harm(settings, trained))["stalls_norm"].estimate.value == 0
     trained[name][1] = diverged(trained[name][1])
     assert by_name(claim.checks_harm(settings, trained))["stalls_norm"].estimate.value == 0.5
+
+
+def test_nothing_is_compared_with_a_baseline_that_learnt_nothing(settings: Params, trained: Runs) -> None:
+    name = claim.arm_name("0.02", 2)
+    losses = [record.test_loss for record in trained[name]]
+    trained[name][1] = trained[name][1].model_copy(update={"outcome": "stalled"})
+    found = by_name(claim.checks_harm(settings, trained))
+    for check in ("harm_deep_norm", "harm_depth_norm", "flat_norm"):
+        assert found[check].estimate.value is None, check
+        assert found[check].outcome == "undecided"
+    assert found["harm_shallow_norm"].estimate.value is not None
+    large = trained[claim.arm_name("0.2", 2)][0].test_loss
+    assert claim.harm(trained, 2, "norm")[0] == pytest.approx((large or 0) - (losses[0] or 0))
+    assert math.isnan(claim.harm(trained, 2, "norm")[1])
+    assert "not measured" in claim.harm_table(settings, trained).to_string()
+
+
+def test_large_start_that_stalls_is_harm_and_no_missing_value(settings: Params, trained: Runs) -> None:
+    name = claim.arm_name("0.2", 2)
+    trained[name] = [record.model_copy(update={"outcome": "stalled"}) for record in trained[name]]
+    assert by_name(claim.checks_harm(settings, trained))["harm_deep_norm"].estimate.value is not None
 
 
 def test_diverged_run_leaves_the_variance_undecided(settings: Params, trained: Runs) -> None:

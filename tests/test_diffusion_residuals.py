@@ -43,8 +43,11 @@ def trained_once(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def trained(trained_once: Runs) -> Runs:
-    """A copy that a test may change."""
-    return {name: list(records) for name, records in trained_once.items()}
+    """A copy that a test may change, in which every run has learnt."""
+    return {
+        name: [record.model_copy(update={"outcome": "trained"}) for record in records]
+        for name, records in trained_once.items()
+    }
 
 
 Initial = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]
@@ -72,9 +75,9 @@ class Looks:
     def checks(self, settings: Params, trained: Runs) -> list[Check]:
         return [
             *claim.checks_noise(settings, trained),
-            *claim.checks_structure(settings, self.kept),
-            *claim.checks_inside(settings, self.read),
-            *claim.checks_path(settings, self.path),
+            *claim.checks_structure(settings, trained, self.kept),
+            *claim.checks_inside(settings, trained, self.read),
+            *claim.checks_path(settings, trained, self.path),
         ]
 
 
@@ -210,12 +213,13 @@ def test_places_of_a_unet_are_those_of_full_resolution(initial: Initial) -> None
 
 
 def test_path_begins_with_the_noisy_picture(settings: Params, looked: Looks) -> None:
-    begun = [claim.along_path(looked.path, arm, 0) for arm in figure.SAMPLED]
-    assert all(values == begun[0] and values[0] == values[1] for values in begun)
+    begun = looked.path[looked.path["step"] == 0]
+    assert set(begun["arm"]) == set(figure.SAMPLED)
+    assert (begun["structure"] == begun["structure"].iloc[0]).all()
     assert len(looked.path) == 4 * 2 * (settings.claims.diffusion_residuals.sampling_steps + 1)
 
 
-def test_structure_checks_by_hand(settings: Params) -> None:
+def test_structure_checks_by_hand(settings: Params, trained: Runs) -> None:
     """With: 0.5 and 0.7 (seed means over two times); without: 0.25 and 0.2."""
     values = {True: [(0.6, 0.4), (0.8, 0.6)], False: [(0.3, 0.2), (0.3, 0.1)]}
     kept = pd.DataFrame(
@@ -226,7 +230,7 @@ def test_structure_checks_by_hand(settings: Params) -> None:
             for time, value in zip((0.1, 0.5), pair, strict=True)
         ]
     )
-    found = by_name(claim.checks_structure(settings, kept))
+    found = by_name(claim.checks_structure(settings, trained, kept))
     assert {check.estimate.value for check in found.values()} == {0.375}
 
 
@@ -239,7 +243,7 @@ def test_noise_checks_by_hand(settings: Params, trained: Runs) -> None:
     assert found["learns_dit"].estimate.value == 0.375
 
 
-def test_path_and_inside_checks_by_hand(settings: Params) -> None:
+def test_path_and_inside_checks_by_hand(settings: Params, trained: Runs) -> None:
     ours = (networks.DIT, networks.UNET)
     path = pd.DataFrame(
         [
@@ -249,11 +253,37 @@ def test_path_and_inside_checks_by_hand(settings: Params) -> None:
             for step in (0, 1, 2)
         ]
     )
-    found = by_name(claim.checks_path(settings, path))
-    assert (found["path_dit"].estimate.value, found["steps_both"].estimate.value) == (0.5, 0.25)
+    found = by_name(claim.checks_path(settings, trained, path))
+    assert {check.estimate.value for check in found.values()} == {0.5}
     read = path.rename(columns={"step": "place", "structure": "share"})
-    inside = by_name(claim.checks_inside(settings, read))
+    inside = by_name(claim.checks_inside(settings, trained, read))
     assert (inside["kept_dit"].estimate.value, inside["read_both"].estimate.value) == (0.75, 0.5)
+
+
+def test_nothing_is_compared_with_a_network_that_learnt_nothing(settings: Params, trained: Runs, looked: Looks) -> None:
+    """But for the noise, of which it is to say how much was found; networks with residuals are judged as they are."""
+    for arm in (networks.DIT_NONE, networks.DIT):
+        trained[arm][1] = trained[arm][1].model_copy(update={"outcome": "stalled"})
+    found = by_name(looked.checks(settings, trained))
+    unmeasured = {name for name, check in found.items() if check.estimate.value is None}
+    assert unmeasured == {"structure_zero", "structure_dit", "read_dit", "path_dit"}
+    assert {found[name].outcome for name in unmeasured} == {"undecided"}
+    assert claim.loss_table(trained)["learnt"].loc[[networks.DIT_NONE, networks.UNET]].tolist() == ["1 of 2", "2 of 2"]
+    kept = claim.difference_table(trained, looked.kept).xs("structure", level="what")["difference [95 % interval]"]
+    assert [name for name, value in kept.items() if "not measured" in value] == [
+        claim.WORDS["zero"],
+        claim.WORDS["dit"],
+    ]
+
+
+def test_runs_in_any_order_of_seeds_are_matched_with_their_looks(
+    settings: Params, trained: Runs, looked: Looks
+) -> None:
+    trained[networks.DIT_NONE][0] = trained[networks.DIT_NONE][0].model_copy(update={"outcome": "stalled"})
+    turned = trained | {networks.DIT_NONE: trained[networks.DIT_NONE][::-1]}
+    for runs in (trained, turned):
+        _, without = claim.compared_structure(runs, looked.kept, "dit")
+        assert [math.isnan(value) for value in without] == [True, False]
 
 
 # --- runs that diverged ---------------------------------------------------------------------------
@@ -264,10 +294,10 @@ def test_diverged_runs_are_not_measured_and_drawn(settings: Params, trained: Run
         trained[arm][0] = diverged(trained[arm][0])
     looked = Looks(settings, trained)
     found = by_name(looked.checks(settings, trained))
-    for name in ("noise_dit", "structure_dit", "structure_both", "read_dit", "kept_both", "path_dit", "steps_both"):
+    for name in ("noise_dit", "structure_dit", "structure_both", "read_dit", "kept_both", "path_dit", "path_both"):
         assert found[name].estimate.value is None, name
         assert found[name].outcome == "undecided", name
-    for name in ("learns_dit", "kept_dit", "steps_dit"):
+    for name in ("learns_dit", "kept_dit"):
         assert found[name].estimate.value is not None, name
     assert "not measured" in claim.loss_table(trained).to_string()
     assert "not measured" in claim.difference_table(trained, looked.kept).to_string()
@@ -292,7 +322,7 @@ def test_network_whose_arm_diverged_throughout_is_drawn(settings: Params, traine
 def test_one_seed_is_undecided(settings: Params, trained: Runs, looked: Looks) -> None:
     one = {name: records[:1] for name, records in trained.items()}
     found = by_name(claim.checks_noise(settings, one))
-    found |= by_name(claim.checks_structure(settings, looked.kept[looked.kept["seed"] < 1]))
+    found |= by_name(claim.checks_structure(settings, one, looked.kept[looked.kept["seed"] < 1]))
     assert {check.outcome for check in found.values()} == {"undecided"}
     assert "no interval" in str(found["structure_dit"].estimate)
 

@@ -197,11 +197,48 @@ def test_costs_are_shares_of_the_gain() -> None:
     assert all(map(math.isnan, nothing.shares(BY_LOSS))), "what learned nothing must not look robust"
 
 
+def followed(*greedy: float) -> Measured:
+    """A model whose blocks cost so much (of a gain of 2) as they go one after the other."""
+    return replace(model_of((0.0,) * 4), greedy=greedy)
+
+
 def test_free_blocks_are_the_most_that_cost_little() -> None:
-    costs_of = {"few": (0.01, 0.5, 0.6), "a dip": (0.01, 0.5, 0.03), "none": (0.1, 0.5, 0.6)}
-    models = [model_of((0.0,) * 6, validation_loss=curve) for curve in costs_of.values()]
+    models = [followed(0.01, 0.5, 0.6), followed(0.01, 0.5, 0.03), followed(0.1, 0.5, 0.6)]
     assert costs.free_blocks(models, 0.02) == [1, 3, 0]
     assert math.isnan(costs.free_blocks([replace(models[0], gain=math.nan)], 0.02)[0])
+
+
+def test_free_blocks_of_two_methods_differ_unseen_where_both_reach_the_end() -> None:
+    all_free, one_free, none_free = followed(0.0, 0.0, 0.0), followed(0.0, 0.5, 0.5), followed(0.5, 0.5, 0.5)
+    ours, theirs = costs.free_pair([one_free, all_free, none_free], [all_free, all_free, none_free], 0.02)
+    assert (ours[0], theirs[0]) == (1, 3)
+    assert math.isnan(ours[1])
+    assert math.isnan(theirs[1])
+    assert (ours[2], theirs[2]) == (0, 0)
+
+
+def test_comparison_of_two_that_lose_all_blocks_free_of_charge_has_no_value(settings: Params, done: Experiment) -> None:
+    unhurt = {
+        name: [replace(model, gain=1.0, greedy=(0.0,) * 3) for model in models] for name, models in done.found.items()
+    }
+    checks = {check.name: check for check in claim.checks_depth_attention(settings, unhurt)}
+    smallest = claim.power_table(settings, unhurt)["smallest detectable difference"]
+    for name in ("free_text", "free_hops"):
+        assert checks[name].outcome == "undecided"
+        assert checks[name].estimate.value is None
+        assert math.isnan(smallest[name])
+
+
+def test_fewer_blocks_are_judged_like_dropped_ones(settings: Params, done: Experiment) -> None:
+    """Half the blocks lose a tenth of what the whole gained over a context-free loss of 3."""
+    trained = dict(done.trained)
+    for name, loss in {claim.text_name("add"): 2.0, claim.half_name(settings): 2.1}.items():
+        changed = {"test_loss": loss, "context_free_loss": 3.0}
+        trained[name] = [record.model_copy(update=changed) for record in trained[name]]
+    table = claim.fewer_blocks(settings, trained)["share of the gain lost"]
+    assert table["text: add", "text: add, 2 blocks"].startswith("0.1 [0.1, 0.1]")
+    trained["text: add"] = [diverged(record) for record in trained["text: add"]]
+    assert "not measured" in claim.fewer_blocks(settings, trained)["share of the gain lost"].iloc[0]
 
 
 def test_slopes_are_over_the_whole_depth() -> None:
@@ -252,6 +289,10 @@ def test_measured_losses_are_those_of_the_model_without_these_blocks(small: RunR
     assert whole is not None
     assert found.loss == whole[0]
     assert found.gain == pytest.approx(part.context_free_loss("test") - found.loss)
+    [further] = measured.measure_all([small], LOOK, ALONE, most=2, to_the_last=True)
+    assert replace(further, greedy=found.greedy) == found
+    assert further.greedy[:2] == found.greedy == found.curves[BY_LOSS]
+    assert len(further.greedy) == 3
     for order, sets in found.dropped.items():
         assert [len(blocks) for blocks in sets] == [1, 2]
         assert found.curves[order][0] == found.single[sets[0][0]]

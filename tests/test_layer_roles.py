@@ -1,6 +1,7 @@
 """Claim 12's checks, on models that were trained and on runs that diverged; its measures by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -158,6 +159,18 @@ def test_diverged_run_is_not_dropped_silently(settings: Params, done: Experiment
     plt.close(figure.draw(settings, found, done.before))
     assert "not measured" in claim.cost_table(found)["gain (nats)"].loc[arm]
     assert claim.skill_table(found).loc[[arm]].isna().to_numpy().all()
+
+
+def test_nothing_is_compared_with_what_learnt_nothing(settings: Params, done: Experiment) -> None:
+    """The gain of the deep net without residuals, moved to the control's threshold and above it."""
+    least = settings.claims.layer_roles.criteria.gain_shallow.above  # type: ignore[attr-defined]
+    deep = {"lexical_only_deep", "abstract_only_deep"}
+    for gain, measured in ((least, False), (least + 1e-6, True)):
+        found = done.found | {"text: none": [replace(model, gain=gain) for model in done.found["text: none"]]}
+        checks = {check.name: check for check in claim.checks_only(settings, found)}
+        assert {name for name in deep if checks[name].estimate.value is not None} == (deep if measured else set())
+        assert measured or {checks[name].outcome for name in deep} == {"undecided"}
+        assert checks["lexical_only"].estimate.value is not None
 
 
 def test_one_seed_is_undecided(settings: Params, done: Experiment) -> None:

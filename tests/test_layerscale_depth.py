@@ -21,7 +21,7 @@ from reslab.opening import branch_shares, set_scales
 from reslab.params import Params
 from reslab.residuals import ConnectionConfig
 from reslab.schema import UserError
-from reslab.training import evaluate, train_model
+from reslab.training import build, evaluate, train_model
 
 SECTION = "layerscale_depth"
 
@@ -77,6 +77,10 @@ def by_name(checks: list[Check]) -> dict[str, Check]:
     return {check.name: check for check in checks}
 
 
+def thousand_checks(settings: Params, trained: Runs) -> list[Check]:
+    return claim.checks_thousand(settings, trained, claim.closing_costs(settings, trained))
+
+
 # --- questions ------------------------------------------------------------------------------------
 
 
@@ -85,7 +89,7 @@ def test_every_question_is_answered_once(
 ) -> None:
     checks = [
         *claim.checks_initial(settings, chis, closed),
-        *claim.checks_thousand(settings, trained),
+        *thousand_checks(settings, trained),
         *claim.checks_opening(settings, opened),
         *claim.checks_gain(settings, trained),
     ]
@@ -178,7 +182,7 @@ def test_arms_of_the_cpu_preset() -> None:
     assert {getattr(arm.config.model, "weight_init", "") for arm in images} == {"plain"}
     assert {getattr(arm.config.model, "weight_init", "") for arm in claim.decoder_arms(settings)} == {"depth_scaled"}
     deep = claim.thousand_arms(settings)
-    assert [arm.config.model.depth for arm in deep] == [1000] * 3
+    assert [arm.config.model.depth for arm in deep] == [1000] * 3 + [1]
     assert all(getattr(arm.config.task, "context", 0) == 8 for arm in deep)
 
 
@@ -189,7 +193,7 @@ def test_arms_share_their_seeds(settings: Params, trained: Runs) -> None:
 
 
 def test_weights_are_kept_where_they_are_looked_into(settings: Params, trained: Runs) -> None:
-    for name in ("ReZero, 2 blocks", "ReZero, 8 blocks"):
+    for name in ("ReZero, 2 blocks", "ReZero, 8 blocks", "LayerScale 1e-4, 8 blocks"):
         sweep.trained_model(trained[name][0].config)
     with pytest.raises(UserError, match="no weights"):
         sweep.trained_model(trained["ReZero, 1 blocks"][0].config)
@@ -228,6 +232,37 @@ def test_closing_cost_is_what_the_test_loss_rises_by(settings: Params, trained: 
     shut = evaluate(record.config, data.load(record.config.task), model, "test")
     assert shut is not None
     assert opening.closing_cost(record) == shut[0] - (record.test_loss or 0) != 0
+
+
+def test_embedding_and_head_alone_are_the_narrow_decoder_closed(settings: Params, trained: Runs) -> None:
+    """Its one block never changes, and adds nothing to the stream."""
+    config = trained[claim.ENDS][0].config
+    deep = trained["ReZero, 8 blocks"][0].config
+    assert config.optimisation == deep.optimisation
+    differ = {"depth": 1, "connection": ConnectionConfig("scaled", scale=0.0)}
+    assert config.model == deep.model.model_copy(update=differ)
+    model = train_model(config)[1]
+    x = torch.randn(2, 4, 8)
+    assert torch.equal(model.get_submodule("stack")(x), x)
+    untrained = build(config.model, config.seed).state_dict()
+    moved = {name.split(".")[0] for name, w in model.state_dict().items() if not torch.equal(w, untrained[name])}
+    assert {"token_embedding", "head"} <= moved
+
+
+def test_thousand_blocks_are_judged_against_their_ends(settings: Params, trained: Runs) -> None:
+    """Embedding and head alone end at 4.5, plain at 5, LayerScale at 4.25, ReZero at 3.5; closed at 4.75 and 4.5."""
+    losses = {"Pre-LN, 8 blocks": 5.0, "LayerScale 1e-4, 8 blocks": 4.25, "ReZero, 8 blocks": 3.5, claim.ENDS: 4.5}
+    for name, loss in losses.items():
+        with_losses(trained, name, [loss, loss])
+    costs = {"LayerScale 1e-4": [0.5, 0.5], "ReZero": [1.0, 1.0]}
+    found = {
+        name: check.estimate.value for name, check in by_name(claim.checks_thousand(settings, trained, costs)).items()
+    }
+    assert (found["thousand_used"], found["thousand_used_layerscale"]) == (1.0, 0.5)
+    gained = {"rezero": 1.0, "layerscale": 0.25, "plain": -0.5}
+    assert {name: found[f"thousand_over_ends_{name}"] for name in gained} == gained
+    table = claim.thousand_table(settings, trained, costs)["closed again"]
+    assert [text.split()[0] if text else "" for text in table] == ["", "4.75", "4.5", ""]
 
 
 # --- gain -----------------------------------------------------------------------------------------
@@ -284,11 +319,12 @@ def test_diverged_run_of_a_thousand_blocks_has_not_trained(settings: Params, tra
         with_losses(trained, f"{method}, 8 blocks", shares)
     for method in ("Pre-LN", "ReZero"):
         trained[f"{method}, 8 blocks"][0] = diverged(trained[f"{method}, 8 blocks"][0])
-    found = by_name(claim.checks_thousand(settings, trained))
+    found = by_name(thousand_checks(settings, trained))
     assert (found["thousand_rezero"].estimate.value, found["thousand_rezero"].outcome) == (0.5, "fails")
     assert (found["thousand_plain"].estimate.value, found["thousand_plain"].outcome) == (0.5, "fails")
     assert found["thousand_gain"].estimate.value is None
-    assert found["thousand_used"].estimate.value is None
+    for name in ("thousand_used", "thousand_over_ends_rezero", "thousand_over_ends_plain"):
+        assert found[name].estimate.value is None
 
 
 def test_diverged_run_does_not_open(settings: Params, trained: Runs) -> None:

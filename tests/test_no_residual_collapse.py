@@ -3,11 +3,12 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
 
-from records import diverged
+from records import around_guess, diverged
 from reslab import params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -16,7 +17,13 @@ from reslab.experiments import no_residual_collapse_figure as figure
 from reslab.params import Params
 from reslab.schema import UserError
 
-TRAINED = (claim.checks_loss, claim.checks_stream, claim.checks_oscillation)
+
+def checks_loss(settings: Params, trained: Runs, swept: str = "trained") -> list[Check]:
+    """With this outcome of all runs that chose a rate."""
+    return claim.checks_loss(settings, pd.DataFrame({"arm": list(trained), "outcome": swept}), trained)
+
+
+TRAINED = (checks_loss, claim.checks_stream, claim.checks_oscillation)
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +73,22 @@ def test_diverged_run_is_an_outcome(
     found = {check.name: check.outcome for check in checks(settings, trained)}
     if "never_diverges" in found:
         assert found["never_diverges"] == ("fails" if arm == "skip 0" else "holds")
+
+
+def test_runs_that_chose_the_rate_count_as_blown_up(settings: Params, trained: Runs) -> None:
+    """The rate of the full runs is one that did not diverge."""
+    found = {check.name: check for check in checks_loss(settings, trained, "diverged")}
+    assert found["never_diverges"].estimate.value == 1
+    assert found["never_diverges"].outcome == "fails"
+
+
+def test_calm_is_what_the_batches_do_not_explain(settings: Params, trained: Runs) -> None:
+    """Without skips the loss swings twice as far about the guess's on the same batches."""
+    wave = np.sin(np.arange(40.0))
+    for name, size in (("skip 0", 0.2), ("skip 1", 0.1)):
+        trained[name] = [around_guess(record, list(size * wave)) for record in trained[name]]
+    found = {check.name: check for check in claim.checks_oscillation(settings, trained)}
+    assert found["less_calm"].estimate.value == pytest.approx(2)
 
 
 @pytest.mark.parametrize("arm", ["skip 0", "skip 1"])

@@ -10,7 +10,7 @@ import torch
 from matplotlib import pyplot as plt
 from torch.nn import functional as F
 
-from records import diverged
+from records import around_guess, diverged
 from reslab import params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -162,6 +162,32 @@ def test_the_better_warm_up_is_taken(settings: Params, tried: Tried) -> None:
     assert grid.tuned_post(settings, tried) != tried[cell]
 
 
+def test_the_context_is_used_later_at_the_own_and_at_the_same_rate(settings: Params, tried: Tried) -> None:
+    """Pre-LN at its best rate from step 30 on, at Post-LN's best from 20; Post-LN from 15."""
+    for cell, first, validation_loss in (
+        (("Pre-LN", 2, 1e-1), 30, 1.0),
+        (("Pre-LN", 2, 1e-2), 20, 2.0),
+        (("Post-LN", 2, 1e-2), 15, 1.0),
+        (("Post-LN", 2, 1e-1), 50, 2.0),
+    ):
+        runs = [around_guess(record, [0.0] * first + [-1.5] * (60 - first)) for record in tried[cell]]
+        tried[cell] = [run.model_copy(update={"validation_loss": validation_loss}) for run in runs]
+    found = {check.name: check.estimate.value for check in claim.checks_stream(settings, tried)}
+    assert (found["features_late"], found["features_late_same_rate"]) == (15, 5)
+
+
+def test_updates_are_looked_at_before_training(settings: Params, trained: Runs) -> None:
+    """Turns of 90 degrees with the larger gain, of 60 without. A learnt weight of 1 changes nothing before training."""
+    weight, plain = trained[claim.WEIGHT][0], trained["Pre-LN"][0]
+    assert claim.turns(weight, trained=False) == pytest.approx(claim.turns(plain, trained=False))
+    for name, cosine in ((claim.GAIN, 0.0), ("Pre-LN", 0.5)):
+        before = {"profile_before": {"neighbour_cosine": (cosine,) * 3}}
+        trained[name] = [record.model_copy(update=before) for record in trained[name]]
+    found = {check.name: check for check in claim.checks_remedies(settings, trained)}
+    assert found["gain_updates_start"].estimate.value == pytest.approx(1.5)
+    assert found["gain_updates_start"].outcome == "holds"
+
+
 # --- runs that diverged ---------------------------------------------------------------------------
 
 
@@ -171,7 +197,8 @@ def test_diverged_runs_count_as_failures(settings: Params, tried: Tried, trained
         if cell[0] == method:
             tried[cell] = [diverged(records[0]), *records[1:]]
     found = all_checks(settings, tried, trained)
-    for name in ("falls_faster", "falls_faster_same_rate", "ends_level", "update_pre_post", "features_late", "ceiling"):
+    lost = ["falls_faster", "falls_faster_same_rate", "ends_level", "update_pre_post", "ceiling"]
+    for name in (*lost, "features_late", "features_late_same_rate"):
         if (method, name) != ("Post-LN", "ceiling"):  # the long warm-up's runs did not diverge
             assert found[name].estimate.value is None, name
             assert found[name].outcome == "undecided"

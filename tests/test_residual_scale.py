@@ -9,7 +9,7 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 
-from records import diverged
+from records import around_guess, diverged
 from reslab import params, paths
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -175,16 +175,12 @@ def test_folded_is_never_negative() -> None:
     assert claim.folded([1.0, math.nan]).value is None
 
 
-def as_trained(record: RunRecord, losses: list[float]) -> RunRecord:
-    return record.model_copy(update={"outcome": "trained", "train_loss": tuple(losses)})
-
-
 def test_stability_by_hand(settings: Params, tried: Tried) -> None:
-    """Scale 1 jumps by 1 nat at the higher rate, 0.3 at none."""
+    """Scale 1 jumps by 2 nats at the higher rate, 0.3 at none, whatever the batches do."""
     calm, jump = [2.0] * 12, [2.0] * 10 + [12.0] * 2
     high = settings.claims.residual_scale.deep.learning_rates[-1]
     for cell, records in tried.items():
-        tried[cell] = [as_trained(record, jump if cell == (1.0, high) else calm) for record in records]
+        tried[cell] = [around_guess(record, jump if cell == (1.0, high) else calm) for record in records]
     assert claim.share_failed(tried, 1.0) == [0.5, 0.5]
     assert claim.places_borne(tried, 1.0) == [0, 0]
     assert claim.places_borne(tried, 0.3) == [1, 1]
@@ -203,6 +199,12 @@ def test_equal_results_are_equal_and_not_faster(settings: Params, trained: Runs,
     assert found["same_result"].outcome == "holds"
     for name in ("result_one", "result_moderate", "speed_steps", "speed_early", "skip_cost", "effective_trained"):
         assert found[name].outcome == "fails", name
+
+
+def test_speed_by_hand(trained: Runs) -> None:
+    """Below the guess's loss on the same batches from the seventh step on."""
+    runs = [around_guess(record, [0.0] * 6 + [-1.5] * 6) for record in trained["scale 1"]]
+    assert claim.steps_to_context(runs) == [7, 7]
 
 
 def test_inside_of_a_model(settings: Params, trained: Runs, seen: Seen) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from matplotlib import pyplot as plt
 
-from records import diverged
+from records import around_guess, diverged
 from reslab import params, paths, sweep
 from reslab.claims import Check
 from reslab.comparison import Runs
@@ -243,6 +243,18 @@ def test_interaction_is_paired_by_seed(settings: Params, trained: Runs) -> None:
     assert found["gain_mismatch"].estimate.value == pytest.approx(0.395)
     assert found["interaction"].estimate.value == pytest.approx(0.4)
     assert found["interaction"].outcome == "holds"
+
+
+def test_calm_is_what_the_batches_do_not_explain(settings: Params, trained: Runs) -> None:
+    """Sandwich-LN jumps by 2 nats, no other."""
+    for name, records in trained.items():
+        jump = 12.0 if name == "Sandwich-LN, 3 blocks" else 2.0
+        trained[name] = [around_guess(record, [2.0] * 10 + [jump] * 2) for record in records]
+    found = by_name(claim.checks_equal(settings, trained))
+    assert found["calm_sandwich"].estimate.value == pytest.approx(2)
+    assert found["calm_sandwich"].outcome == "fails"
+    assert found["calm_peri"].estimate.value == pytest.approx(0)
+    assert found["calm_peri"].outcome == "holds"
 
 
 def outcome(record: RunRecord, *, learns: bool) -> RunRecord:

@@ -43,6 +43,12 @@ class RateSweep(Settings):
     seed: int = Field(ge=0)
     """Used for nothing else: a rate chosen and judged at one seed would favour itself."""
     steps: int = Field(ge=1)
+    beyond: int = Field(ge=0)
+    """Rates tried beyond an end of an arm's list while the best of it is there, at most."""
+
+    def of(self, steps: int) -> "RateSweep":
+        """The same with other steps."""
+        return self.model_copy(update={"steps": steps})
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,32 @@ class Arm:
         return config.model_copy(update={"learning_rate": rate, "seed": seed, "optimisation": recipe})
 
 
+Trial = tuple[Arm, str, float]
+"""An arm in one of its settings at a rate."""
+
+
 def choose_rates(arms: Sequence[Arm], sweep: RateSweep, execution: Execution) -> pd.DataFrame:
     """Stage one: every arm in every setting at every rate, for `sweep.steps` steps at `sweep.seed`.
 
-    One row a run, with columns arm, setting, rate, validation_loss, outcome and chosen. A diverged run is
-    never chosen unless all of an arm's are; then the lowest rate is.
+    Where an arm's best rate is the lowest or the highest of several tried, the next one beyond it is tried too, up to
+    `sweep.beyond` times. One row a run, with columns arm, setting, rate, validation_loss, outcome and chosen. A
+    diverged run is never chosen unless all of an arm's are; then the lowest rate is.
     """
     trials = [(arm, setting, rate) for arm in arms for setting in arm.candidates for rate in sorted(arm.rates)]
+    table = _swept(trials, sweep, execution)
+    for _ in range(sweep.beyond):
+        further = [trial for arm in arms for trial in _beyond(arm, table[table["arm"] == arm.name])]
+        if not further:
+            break
+        table = _with_choice(pd.concat([table, _swept(further, sweep, execution)]), arms)
+    return _with_choice(table, arms)
+
+
+def _swept(trials: Sequence[Trial], sweep: RateSweep, execution: Execution) -> pd.DataFrame:
     configs = [arm.at(rate, sweep.seed, sweep.steps, setting) for arm, setting, rate in trials]
     shortened = [config.model_copy(update={"validation_only": True}) for config in configs]
     records = run_all(shortened, execution, "choosing learning rates")
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "arm": [arm.name for arm, _, _ in trials],
             "setting": [setting for _, setting, _ in trials],
@@ -85,9 +106,40 @@ def choose_rates(arms: Sequence[Arm], sweep: RateSweep, execution: Execution) ->
             "outcome": [record.outcome for record in records],
         }
     )
-    losses = table["validation_loss"].astype(float).fillna(float("inf"))
-    table["chosen"] = table.index.isin(losses.groupby(table["arm"]).idxmin())
-    return table
+
+
+def _with_choice(table: pd.DataFrame, arms: Sequence[Arm]) -> pd.DataFrame:
+    """In the order of arms, settings and rates, with the column chosen."""
+    order = {(arm.name, setting): place for place, (arm, setting) in enumerate(_settings(arms))}
+    places = [order[pair] for pair in zip(table["arm"], table["setting"], strict=True)]
+    table = table.assign(place=places).sort_values(["place", "rate"], ignore_index=True).drop(columns="place")
+    return table.assign(chosen=table.index.isin(_best(table)))
+
+
+def _settings(arms: Sequence[Arm]) -> list[tuple[Arm, str]]:
+    return [(arm, setting) for arm in arms for setting in arm.candidates]
+
+
+def _best(table: pd.DataFrame) -> pd.Series:
+    """The row of each arm's lowest validation loss."""
+    losses = table["validation_loss"].astype(float).fillna(math.inf)
+    return losses.groupby(table["arm"]).idxmin()
+
+
+def _beyond(arm: Arm, tried: pd.DataFrame) -> list[Trial]:
+    """The next rate of the arm, in the setting that is best, where the best lies at an end of several."""
+    best = tried.loc[_best(tried)].iloc[0]
+    rates = tried["rate"][tried["setting"] == best["setting"]]
+    if len(set(rates)) == 1 or rates.min() < best["rate"] < rates.max():
+        return []
+    return [(arm, str(best["setting"]), next_rate(float(best["rate"]), up=best["rate"] == rates.max()))]
+
+
+def next_rate(rate: float, *, up: bool) -> float:
+    """The nearest of 1, 3, 10, 30, ... and their tenths, above or below a rate."""
+    exponent = math.floor(math.log10(rate))
+    steps = [float(f"{digit}e{power}") for power in range(exponent - 1, exponent + 2) for digit in (1, 3)]
+    return min(step for step in steps if step > rate) if up else max(step for step in steps if step < rate)
 
 
 def train_arms(
@@ -130,10 +182,11 @@ def arms_summary(chosen: pd.DataFrame, trained: Runs) -> dict[str, object]:
         grid = chosen[chosen["arm"] == name]
         best = grid[grid["chosen"]]
         rate, setting = float(best["rate"].item()), str(best["setting"].item())
+        tried = grid["rate"][grid["setting"] == setting]
         summary[name] = {
             "learning_rate": rate,
             **({"setting": setting} if setting else {}),
-            "at_edge_of_grid": rate in (grid["rate"].min(), grid["rate"].max()),
+            "at_edge_of_grid": rate in (tried.min(), tried.max()),
             "parameters": records[0].parameters,
             "outcomes": [record.outcome for record in records],
             "test_loss": [round(r.test_loss, 6) if r.test_loss is not None else None for r in records],

@@ -5,13 +5,14 @@ Losses are one a step, in nats, of that step's batch.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from reslab import data
 from reslab.stats import moving_average
-from reslab.training import RunRecord
+from reslab.training import STALL_MARGIN, RunRecord
 
 __all__ = [
     "LABELS",
@@ -20,7 +21,10 @@ __all__ = [
     "bracket",
     "context_free_losses",
     "early_loss",
+    "excess_losses",
+    "excess_rise",
     "first_below",
+    "first_use_of_context",
     "label",
     "largest_rise",
     "spikes",
@@ -143,7 +147,7 @@ def bracket(labels: Mapping[float, Label]) -> Bracket:
     return Bracket(max(rate for rate in trained if fails is None or rate < fails), fails)
 
 
-# --- the control ----------------------------------------------------------------------------------
+# --- against the best context-free guess ----------------------------------------------------------
 
 
 def context_free_losses(record: RunRecord) -> list[float]:
@@ -151,8 +155,30 @@ def context_free_losses(record: RunRecord) -> list[float]:
 
     The noise-matched control: whatever this series shows comes from the batches, not from the model.
     """
-    task = data.load(record.config.task)
+    config = record.config
+    assert isinstance(config.task, data.TextConfig)
+    return list(_context_free(config.task, config.seed, config.optimisation.batch, len(record.train_loss)))
+
+
+@cache
+def _context_free(config: data.TextConfig, seed: int, batch: int, steps: int) -> tuple[float, ...]:
+    task = data.load(config)
     assert isinstance(task, data.Text)
-    logs, config = task.corpus.unigram(), record.config
-    steps = range(len(record.train_loss))
-    return [float(-logs[task.batch(config.seed, s, config.optimisation.batch)[1].numpy()].mean()) for s in steps]
+    logs = task.corpus.unigram()
+    return tuple(float(-logs[task.batch(seed, step, batch)[1].numpy()].mean()) for step in range(steps))
+
+
+def excess_losses(record: RunRecord) -> list[float]:
+    """By how much each step's loss lies above that of the best context-free guess on the same batch."""
+    return [loss - guess for loss, guess in zip(record.train_loss, context_free_losses(record), strict=True)]
+
+
+def excess_rise(record: RunRecord) -> float:
+    """`largest_rise` of a run's `excess_losses`."""
+    return largest_rise(excess_losses(record))
+
+
+def first_use_of_context(record: RunRecord) -> float:
+    """The first step (from 0) at which the mean of a run's last 20 `excess_losses` is below -`STALL_MARGIN`; not a
+    number if none."""
+    return first_below(excess_losses(record), -STALL_MARGIN)

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -233,7 +233,8 @@ def legend_beside(
     limits = (low - added, high) if below else (low, high + added)
     axes.set_ylim(*scale.inverted().transform(np.array(limits)))
     names = labels or drawn_with
-    axes.legend(handles, names, loc="lower center" if below else "upper center", ncols=ncols, fontsize=fontsize)
+    place: Literal["lower center", "upper center"] = "lower center" if below else "upper center"
+    axes.legend(handles, names, loc=place, ncols=ncols, fontsize=fontsize, columnspacing=1.0, handlelength=1.6)
 
 
 def seed_lines(

@@ -77,11 +77,11 @@ def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimat
 def detectable(differences: Sequence[float], power: float = 0.8) -> float:
     """The smallest true mean whose 95 % interval would lie clear of 0 with this probability, given n values' spread.
 
-    From the noncentral t distribution (Cohen 1988, "Statistical Power Analysis", chapter 2); not a number for n = 1 or
-    where a value is not finite.
+    From the noncentral t distribution (Cohen 1988, "Statistical Power Analysis", chapter 2); not a number for n = 1,
+    where a value is not finite, and where all are equal, as whole numbers may be: then their spread is not known.
     """
     n = len(differences)
-    if n < 2 or not all(map(math.isfinite, differences)):
+    if n < 2 or not all(map(math.isfinite, differences)) or min(differences) == max(differences):
         return math.nan
     shift = nctdtrinc(n - 1, 1 - power, stdtrit(n - 1, 0.975))
     return _rounded(float(shift * np.std(differences, ddof=1) / math.sqrt(n)))

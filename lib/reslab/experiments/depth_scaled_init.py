@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, field_validator
 
 from reslab.claims import Check, Published, Question, Role, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, RateSweep, Runs, choose_rates, each, held_out, profile_of, train_arms
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, profile_of, train_arms
 from reslab.experiments.depth_scaled_init_exact import INITS, NORMS, Exact, Norm, exact_estimates, start
 from reslab.experiments.runs import decoder_run
 from reslab.stats import Estimate, detectable, deterministic, mean_of, moving_average, paired_difference
@@ -33,13 +33,15 @@ SMALL, LARGE = "0.02", "0.2"
 SCALED = {"small": "0.02 scaled", "large": "0.2 scaled"}
 """The same with what writes to the stream started smaller, by their part of a check's name."""
 
+NO_VALUE = "no value where 0.02 learnt nothing"
+
 BEHIND = {"norm": "with a final norm", "bare": "without a final norm"}
 
 
 def _norm_questions(norm: Norm) -> dict[str, Question]:
     """Sentence A6.1b, for decoders with the final norm or without."""
     where = BEHIND[norm]
-    ratio = "log10 of a ratio"
+    ratio, lost = "log10 of a ratio", f"nats per byte lost ({NO_VALUE})"
     asked: dict[str, tuple[Role, str, str]] = {
         "loss_shallow": ("exact", "nats", f"0.2 starts no more than 1 nat above 0.02 at {{shallow}} blocks, {where}"),
         "loss_deep": ("exact", "nats", f"0.2 starts more than 1 nat above 0.02 at {{deep}} blocks, {where}"),
@@ -61,18 +63,18 @@ def _norm_questions(norm: Norm) -> dict[str, Question]:
             ratio,
             f"AdamW's first step at 0.2 moves the output tenfold from {{shallow}} to {{deep}} blocks, {where}",
         ),
-        "harm_shallow": ("trained", "nats per byte lost", f"0.2 does no harm at {{trained_shallow}} blocks, {where}"),
-        "harm_deep": ("trained", "nats per byte lost", f"0.2 does harm at {{trained_deep}} blocks, {where}"),
-        "harm_depth": ("trained", "nats per byte lost", f"the harm grows with depth, {where}"),
+        "harm_shallow": ("trained", lost, f"0.2 does no harm at {{trained_shallow}} blocks, {where}"),
+        "harm_deep": ("trained", lost, f"0.2 does harm at {{trained_deep}} blocks, {where}"),
+        "harm_depth": ("trained", lost, f"the harm grows with depth, {where}"),
         "stalls": (
             "trained",
-            "share of runs",
-            f"at {{trained_deep}} blocks 0.2 never gets below the best context-free guess, {where}",
+            "share of {seeds} runs",
+            f"at {{trained_deep}} blocks most runs of 0.2 never get below the best context-free guess, {where}",
         ),
         "flat": (
             "trained",
             "share of the steps",
-            f"at {{trained_deep}} blocks 0.2 goes longer than 0.02 without a new lowest loss, {where}",
+            f"at {{trained_deep}} blocks 0.2 goes longer than 0.02 without a new lowest loss, {where} ({NO_VALUE})",
         ),
     }
     return {f"{name}_{norm}": Question("A6.1b", *question) for name, question in asked.items()}
@@ -191,6 +193,7 @@ def _judged(params: Params, estimates: dict[str, Estimate]) -> list[Check]:
         "deep": section.exact.depths[-1],
         "trained_shallow": section.depths[0],
         "trained_deep": section.depths[-1],
+        "seeds": len(params.seeds),
     }
     return judge(QUESTIONS, section.criteria, estimates, numbers)
 
@@ -221,7 +224,7 @@ def arms(params: Params) -> list[Arm]:
 
 def rates(params: Params) -> pd.DataFrame:
     """Stage one of the comparison: a learning rate for every arm."""
-    sweep = RateSweep(seed=params.sweep.seed, steps=params.claims.depth_scaled_init.sweep_steps)
+    sweep = params.sweep.of(params.claims.depth_scaled_init.sweep_steps)
     return choose_rates(arms(params), sweep, params.execution)
 
 
@@ -245,12 +248,20 @@ def longest_flat(losses: Sequence[float], window: int) -> float:
     return float(gaps.max() / len(losses))
 
 
+def against_small(trained: Runs, depth: int, norm: Norm, measure: Callable[[RunRecord], float]) -> list[float]:
+    """A measure of 0.2 less that of 0.02, seed by seed; not a number where 0.2 diverged or 0.02 learnt nothing."""
+    large, small = (trained[arm_name(init, depth, norm)] for init in (LARGE, SMALL))
+    learnt = [measure(record) if record.outcome == "trained" else math.nan for record in small]
+    return [ours - theirs for ours, theirs in zip(each(large, measure), learnt, strict=True)]
+
+
 def harm(trained: Runs, depth: int, norm: Norm) -> list[float]:
-    """Test loss of 0.2 less that of 0.02, seed by seed; not a number where either diverged."""
-    pairs = zip(
-        held_out(trained[arm_name(LARGE, depth, norm)]), held_out(trained[arm_name(SMALL, depth, norm)]), strict=True
-    )
-    return [large - small for large, small in pairs]
+    """Test loss of 0.2 less that of 0.02, as `against_small`."""
+    return against_small(trained, depth, norm, _test_loss)
+
+
+def _test_loss(record: RunRecord) -> float:
+    return math.nan if record.test_loss is None else record.test_loss
 
 
 def first_loss(record: RunRecord) -> float:
@@ -304,13 +315,13 @@ def checks_harm(params: Params, trained: Runs) -> list[Check]:
         return longest_flat(record.train_loss, section.window)
 
     for norm in NORMS:
-        large, small = (trained[arm_name(init, deep, norm)] for init in (LARGE, SMALL))
+        large = trained[arm_name(LARGE, deep, norm)]
         found |= {
             f"harm_shallow_{norm}": mean_of(harm(trained, shallow, norm)),
             f"harm_deep_{norm}": mean_of(harm(trained, deep, norm)),
             f"harm_depth_{norm}": paired_difference(harm(trained, deep, norm), harm(trained, shallow, norm)),
             f"stalls_{norm}": deterministic(float(np.mean([record.outcome != "trained" for record in large]))),
-            f"flat_{norm}": paired_difference(each(large, flat), each(small, flat)),
+            f"flat_{norm}": mean_of(against_small(trained, deep, norm, flat)),
         }
     return _judged(params, found)
 

@@ -11,7 +11,7 @@ import torch
 from pydantic import Field, model_validator
 
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Rates, RateSweep, Runs, choose_rates, held_out, train_arms
+from reslab.comparison import Rates, Runs, choose_rates, held_out, train_arms
 from reslab.data import DIGITS_FOR_TRAINING
 from reslab.experiments import diffusion_residuals_exact as exact
 from reslab.experiments import diffusion_residuals_pictures as looks
@@ -39,7 +39,7 @@ STATEMENT = (
     "In diffusion U-Nets and diffusion Transformers, residual connections keep the structure of the input while noise "
     "is removed step by step."
 )
-KEY = "structure_dit"
+KEY = "structure_unet"
 
 WORDS = {
     "zero": "DiT with adaLN-Zero, against DiT without residuals",
@@ -50,6 +50,8 @@ WORDS = {
 }
 """The comparisons, in words."""
 
+NO_VALUE = "no value where the latter learnt nothing"
+
 INSIDE = ("dit", "both")
 """Comparisons that are looked into: those in which the one side has residuals and the other has none at all."""
 
@@ -57,21 +59,24 @@ INSIDE = ("dit", "both")
 def _trained_questions() -> dict[str, Question]:
     asked: dict[str, tuple[str, str]] = {}
     for part, words in WORDS.items():
-        asked[f"noise_{part}"] = ("mean square error", f"residuals remove more of the noise: {words}")
-        asked[f"structure_{part}"] = ("correlation", f"residuals keep more of the picture's structure: {words}")
+        asked[f"noise_{part}"] = (
+            "mean square error",
+            f"residuals remove more of the noise: {words}, whether or not the latter learns",
+        )
+        asked[f"structure_{part}"] = (
+            "correlation",
+            f"residuals keep more of the picture's structure: {words} ({NO_VALUE})",
+        )
     for part in INSIDE:
         asked[f"kept_{part}"] = (
             "R^2",
             f"after training the last block still holds most of the input: {WORDS[part].split(',')[0]}",
         )
-        asked[f"read_{part}"] = ("R^2", f"it holds more of the input: {WORDS[part]}")
+        asked[f"read_{part}"] = ("R^2", f"it holds more of the input: {WORDS[part]} ({NO_VALUE})")
         asked[f"path_{part}"] = (
             "correlation",
-            f"freed of noise step by step from time {{path_from:g}}, more structure is left: {WORDS[part]}",
-        )
-        asked[f"steps_{part}"] = (
-            "correlation gained from first to last step",
-            f"step by step, structure is gained and not lost: {WORDS[part].split(',')[0]}",
+            f"freed of noise step by step from time {{path_from:g}}, more structure is left: {WORDS[part]} "
+            f"({NO_VALUE})",
         )
     return {name: Question("A5.3a", "trained", *question) for name, question in asked.items()}
 
@@ -210,7 +215,7 @@ def checks_initial(
 
 def rates(params: Params) -> pd.DataFrame:
     """Stage one of the comparison: a learning rate for every arm."""
-    sweep = RateSweep(seed=params.sweep.seed, steps=params.claims.diffusion_residuals.sweep_steps)
+    sweep = params.sweep.of(params.claims.diffusion_residuals.sweep_steps)
     return choose_rates(arms(params), sweep, params.execution)
 
 
@@ -222,9 +227,22 @@ def runs(params: Params, chosen: pd.DataFrame) -> Runs:
 def checks_noise(params: Params, trained: Runs) -> list[Check]:
     """How much of the noise is found, on held-out pictures."""
     estimates = {"learns_dit": mean_of(held_out(trained[DIT])), "learns_unet": mean_of(held_out(trained[UNET]))}
-    for part, (ours, without) in COMPARISONS.items():
-        estimates[f"noise_{part}"] = paired_difference(held_out(trained[without]), held_out(trained[ours]))
+    for part, (ours, theirs) in COMPARISONS.items():
+        estimates[f"noise_{part}"] = paired_difference(held_out(trained[theirs]), held_out(trained[ours]))
     return _judged(params, estimates)
+
+
+def compared(
+    trained: Runs, part: str, measure: Callable[[str], Sequence[float]]
+) -> tuple[Sequence[float], Sequence[float]]:
+    """By seed, in rising order, a measure of both sides' arms; without residuals not a number where the run stalled.
+
+    A network that predicts hardly better than no noise shows what it is not to learn, and not what residuals keep.
+    """
+    ours, theirs = (measure(arm) for arm in COMPARISONS[part])
+    records = sorted(trained[COMPARISONS[part][1]], key=lambda record: record.config.seed)
+    pairs = zip(theirs, records, strict=True)
+    return ours, [value if record.outcome == "trained" else math.nan for value, record in pairs]
 
 
 # --- looks at pictures ----------------------------------------------------------------------------
@@ -264,68 +282,66 @@ def mean_structure(kept: pd.DataFrame, arm: str) -> list[float]:
     return _by_seed(_of(kept, arm), lambda seed: float(seed["structure"].mean(skipna=False)))
 
 
-def along_path(path: pd.DataFrame, arm: str, step: int) -> list[float]:
-    """By seed, the structure after so many steps; -1 is the last."""
-    return _by_seed(_of(path, arm), lambda seed: float(seed.sort_values("step")["structure"].iloc[step]))
+def structure_at_end(path: pd.DataFrame, arm: str) -> list[float]:
+    """By seed, the structure after the last step."""
+    return _by_seed(_of(path, arm), lambda seed: float(seed.sort_values("step")["structure"].iloc[-1]))
 
 
 def _by_seed(table: pd.DataFrame, measure: Callable[[pd.DataFrame], float]) -> list[float]:
     return [measure(seed) for _, seed in table.groupby("seed", sort=True)]
 
 
-def checks_structure(params: Params, kept: pd.DataFrame) -> list[Check]:
+def compared_structure(trained: Runs, kept: pd.DataFrame, part: str) -> tuple[Sequence[float], Sequence[float]]:
+    """`compared`, of the mean structure."""
+    return compared(trained, part, lambda arm: mean_structure(kept, arm))
+
+
+def checks_structure(params: Params, trained: Runs, kept: pd.DataFrame) -> list[Check]:
     """How much of the picture's structure the estimate of one step keeps."""
-    return _judged(
-        params,
-        {
-            f"structure_{part}": paired_difference(mean_structure(kept, ours), mean_structure(kept, without))
-            for part, (ours, without) in COMPARISONS.items()
-        },
-    )
+    pairs = {part: compared_structure(trained, kept, part) for part in COMPARISONS}
+    return _judged(params, {f"structure_{part}": paired_difference(*pair) for part, pair in pairs.items()})
 
 
-def checks_inside(params: Params, read: pd.DataFrame) -> list[Check]:
+def checks_inside(params: Params, trained: Runs, read: pd.DataFrame) -> list[Check]:
     """How much of its input a trained network still holds before its head."""
     estimates: dict[str, Estimate] = {}
     for part in INSIDE:
-        ours, without = (last_share(read, arm) for arm in COMPARISONS[part])
-        estimates |= {f"kept_{part}": mean_of(ours), f"read_{part}": paired_difference(ours, without)}
+        ours, theirs = compared(trained, part, lambda arm: last_share(read, arm))
+        estimates |= {f"kept_{part}": mean_of(ours), f"read_{part}": paired_difference(ours, theirs)}
     return _judged(params, estimates)
 
 
-def checks_path(params: Params, path: pd.DataFrame) -> list[Check]:
-    """How much structure there is after all steps of a sampler, and whether it grew."""
-    estimates: dict[str, Estimate] = {}
-    for part in INSIDE:
-        ours, without = (along_path(path, arm, -1) for arm in COMPARISONS[part])
-        begun = along_path(path, COMPARISONS[part][0], 0)
-        estimates |= {f"path_{part}": paired_difference(ours, without), f"steps_{part}": paired_difference(ours, begun)}
-    return _judged(params, estimates)
+def checks_path(params: Params, trained: Runs, path: pd.DataFrame) -> list[Check]:
+    """How much structure there is after all steps of a sampler."""
+    pairs = {part: compared(trained, part, lambda arm: structure_at_end(path, arm)) for part in INSIDE}
+    return _judged(params, {f"path_{part}": paired_difference(*pair) for part, pair in pairs.items()})
 
 
 # --- tables ---------------------------------------------------------------------------------------
 
 
 def loss_table(trained: Runs) -> pd.DataFrame:
-    """Test loss of every arm beside what needs no network, and what the seeds' spread would have shown."""
+    """Test loss of every arm beside what needs no network, and how many of its runs learnt."""
     rows = [
-        {"network": "no noise predicted (untrained adaLN-Zero)", "test loss": _context_free(trained)},
+        {
+            "network": "no noise predicted (untrained adaLN-Zero)",
+            "test loss": f"{trained[DIT][0].context_free_loss:.3g}",
+        },
         {"network": "best linear predictor", "test loss": f"{looks.linear_loss():.3g}"},
     ]
-    rows += [{"network": arm, "test loss": str(mean_of(held_out(trained[arm])))} for arm in ARMS]
-    return pd.DataFrame(rows).set_index("network")
-
-
-def _context_free(trained: Runs) -> str:
-    return f"{trained[DIT][0].context_free_loss:.3g}"
+    for arm in ARMS:
+        learnt = sum(record.outcome == "trained" for record in trained[arm])
+        loss = str(mean_of(held_out(trained[arm])))
+        rows.append({"network": arm, "test loss": loss, "learnt": f"{learnt} of {len(trained[arm])}"})
+    return pd.DataFrame(rows).set_index("network").fillna("")
 
 
 def difference_table(trained: Runs, kept: pd.DataFrame) -> pd.DataFrame:
     """Every comparison with the smallest true difference that so many seeds would find four times in five."""
     rows = []
-    for part, (ours, without) in COMPARISONS.items():
-        losses = zip(held_out(trained[without]), held_out(trained[ours]), strict=True)
-        kepts = zip(mean_structure(kept, ours), mean_structure(kept, without), strict=True)
+    for part, (ours, theirs) in COMPARISONS.items():
+        losses = zip(held_out(trained[theirs]), held_out(trained[ours]), strict=True)
+        kepts = zip(*compared_structure(trained, kept, part), strict=True)
         for what, pairs in (("noise", losses), ("structure", kepts)):
             differences = [a - b for a, b in pairs]
             rows.append(

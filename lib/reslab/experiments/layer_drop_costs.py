@@ -15,6 +15,7 @@ __all__ = [
     "cost_slopes",
     "cost_table",
     "free_blocks",
+    "free_pair",
     "healing_table",
     "influence_slopes",
     "interaction_sizes",
@@ -34,14 +35,25 @@ def mean_cost(found: Sequence[Measured], order: str = BY_LOSS) -> list[float]:
 
 
 def free_blocks(found: Sequence[Measured], free: float) -> list[float]:
-    """The largest number of blocks that cost at most the share `free` of the gain, by seed; greedily by loss."""
-    return [_free(model.shares(BY_LOSS), free) for model in found]
+    """The largest number of blocks that cost at most the share `free` of the gain, by seed; greedily by loss.
+
+    All but one may go, as far as the order was followed.
+    """
+    return [_free([model.share(cost) for cost in model.greedy], free) for model in found]
 
 
 def _free(shares: Sequence[float], free: float) -> float:
     if not all(map(math.isfinite, shares)):
         return math.nan
     return float(max((number for number, share in enumerate(shares, 1) if share <= free), default=0))
+
+
+def free_pair(ours: Sequence[Measured], theirs: Sequence[Measured], free: float) -> tuple[list[float], list[float]]:
+    """`free_blocks` of two methods, by seed; not numbers where both reach the end, beyond which they may differ."""
+    ends = [(len(own.greedy), len(other.greedy)) for own, other in zip(ours, theirs, strict=True)]
+    pairs = list(zip(free_blocks(ours, free), free_blocks(theirs, free), strict=True))
+    kept = [(math.nan, math.nan) if pair == end else pair for pair, end in zip(pairs, ends, strict=True)]
+    return [own for own, _ in kept], [other for _, other in kept]
 
 
 def cost_slopes(found: Sequence[Measured], ends: int = 0) -> list[float]:

@@ -119,6 +119,8 @@ class Measured:
     """Loss added by dropping 1, 2, ... blocks, by order."""
     dropped: dict[str, tuple[tuple[int, ...], ...]]
     """Which blocks these are."""
+    greedy: tuple[float, ...] = ()
+    """Loss added by dropping 1, 2, ... blocks by validation loss, as far as the order was followed."""
 
     def share(self, cost: float) -> float:
         """A cost as a share of the gain; not a number where nothing was gained, so that nothing can be lost."""
@@ -146,8 +148,13 @@ class Measured:
         return 1 - alone / together if together else math.nan
 
 
-def _measure(config: RunConfig, look: Look, kinds: Collection[str], most: int, trained: bool) -> Measured:
-    """The model of a run, after training or before, with up to `most` blocks dropped in orders of these kinds."""
+def _measure(
+    config: RunConfig, look: Look, kinds: Collection[str], most: int, trained: bool, to_the_last: bool
+) -> Measured:
+    """The model of a run, after training or before, with up to `most` blocks dropped in orders of these kinds.
+
+    With `to_the_last` the order by validation loss is followed until one block is left.
+    """
     model = _decoder(config, trained)
     task = data.load(config.task)
     choosing, judging = Part(task, look.choosing), Part(task, look.judging)
@@ -162,13 +169,15 @@ def _measure(config: RunConfig, look: Look, kinds: Collection[str], most: int, t
     xs = influence.reads(model, inputs)
     influences = influence.block_influences(xs)
     known: dict[frozenset[int], float] = {}
+    by_loss: tuple[int, ...] = ()
     orders = {random_name(number): influence.random_order(depth, number) for number in range(look.random_orders)}
     if BY_INFLUENCE in kinds:
         orders[BY_INFLUENCE] = influence.by_influence(influences)
     if BY_INFLUENCE_AGAIN in kinds:
         orders[BY_INFLUENCE_AGAIN] = influence.by_influence_again(model, model.blocks, inputs, most)
     if BY_LOSS in kinds:
-        orders[BY_LOSS] = influence.by_loss(lambda gone: without(gone, "validation"), depth, most)
+        reach = depth - 1 if to_the_last else most
+        orders[BY_LOSS] = by_loss = influence.by_loss(lambda gone: without(gone, "validation"), depth, reach)
     if LAST_FIRST in kinds:
         orders[LAST_FIRST] = tuple(reversed(range(depth)))
     sets = {name: influence.first_of(order, most) for name, order in orders.items()}
@@ -189,6 +198,7 @@ def _measure(config: RunConfig, look: Look, kinds: Collection[str], most: int, t
         single=tuple(added(frozenset({block})) for block in range(depth)),
         curves={name: tuple(map(added, gone)) for name, gone in sets.items()},
         dropped={name: tuple(tuple(sorted(blocks)) for blocks in gone) for name, gone in sets.items()},
+        greedy=tuple(map(added, influence.first_of(by_loss, len(by_loss)))),
     )
 
 
@@ -202,7 +212,7 @@ def _unmeasured(depth: int, look: Look, kinds: Collection[str], most: int) -> Me
     """Of a run that diverged: no number, and no set of blocks."""
     names = [*map(random_name, range(look.random_orders)), *kinds]
     none, curves = (math.nan,) * depth, dict.fromkeys(names, (math.nan,) * most)
-    return Measured(math.nan, math.nan, none, none, none, curves, dict.fromkeys(names, ((),) * most))
+    return Measured(math.nan, math.nan, none, none, none, curves, dict.fromkeys(names, ((),) * most), none[1:])
 
 
 def measure_all(
@@ -213,13 +223,17 @@ def measure_all(
     kinds: Sequence[str] = ORDERS,
     most: int,
     trained: bool = True,
+    to_the_last: bool = False,
 ) -> list[Measured]:
-    """Each run's model, after training or before, with 1 to `most` blocks dropped; in the order of the records."""
+    """Each run's model, after training or before, with 1 to `most` blocks dropped; in the order of the records.
+
+    With `to_the_last` the order by validation loss is followed until one block is left: see `Measured.greedy`.
+    """
 
     def job(record: RunRecord) -> Measured:
         if trained and record.outcome == "diverged":
             return _unmeasured(record.config.model.depth, look, kinds, most)
-        return _measure(record.config, look, kinds, most, trained)
+        return _measure(record.config, look, kinds, most, trained, to_the_last)
 
     return side_by_side(job, records, execution, "dropping blocks")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,12 +13,12 @@ from pydantic import Field, model_validator
 
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, Runs, choose_rates, held_out, train_arms
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
 from reslab.experiments import layer_drop_exact as untrained
 from reslab.experiments import layer_drop_measured as measured
 from reslab.experiments.layer_drop_costs import (
     cost_slopes,
-    free_blocks,
+    free_pair,
     influence_slopes,
     interaction_sizes,
     mean_cost,
@@ -70,37 +71,42 @@ QUESTIONS = {
         "B2c", "control", "nats below ln {symbols}", "at pointer chasing every arm has learned something to lose"
     ),
     "shallow_hops": Question(
-        "B2c", "control", "accuracy lost", "pointer chasing needs depth: a model of {shallow} block is clearly worse"
+        "B2c",
+        "control",
+        "accuracy lost",
+        "pointer chasing needs more than {shallow} block: a model of that depth is clearly worse",
     ),
     "quarter_text": Question(
         "B2c",
         "trained",
         "share of the gain lost",
-        "on text, of {depth} blocks the {quarter} that validation loss misses least cost little",
+        "on text, of {depth} blocks, needed or not, the {quarter} that validation loss misses least cost little",
     ),
     "quarter_text_influence": Question(
         "B2c",
         "trained",
         "share of the gain lost",
-        "on text, of {depth} blocks the {quarter} of lowest Block Influence cost little",
+        "on text, of {depth} blocks, needed or not, the {quarter} of lowest Block Influence cost little",
     ),
     "quarter_hops": Question(
         "B2c",
         "trained",
         "share of the gain lost",
-        "at pointer chasing, of {depth_hops} blocks the {quarter_hops} that validation loss misses least cost little",
+        "at pointer chasing, of {depth_hops} blocks, needed or not, the {quarter_hops} that validation loss misses "
+        "least cost little",
     ),
     "quarter_hops_influence": Question(
         "B2c",
         "trained",
         "share of the gain lost",
-        "at pointer chasing, of {depth_hops} blocks the {quarter_hops} of lowest Block Influence cost little",
+        "at pointer chasing, of {depth_hops} blocks, needed or not, the {quarter_hops} of lowest Block Influence cost "
+        "little",
     ),
     "quarter_deep": Question(
         "B2c",
         "trained",
         "share of the gain lost",
-        "on text, of {deep} blocks the {quarter_deep} that validation loss misses least cost little",
+        "on text, of {deep} blocks, needed or not, the {quarter_deep} that validation loss misses least cost little",
     ),
     "deeper": Question(
         "B2c",
@@ -173,13 +179,15 @@ QUESTIONS = {
         "B8",
         "trained",
         "blocks, Full - add",
-        "on text, fewer blocks go free (for {free:.0%} of the gain at most) with Full attention over depth",
+        "on text, of {depth} blocks, dropped until one is left, fewer go free (for {free:.0%} of the gain at most) "
+        "with Full attention over depth",
     ),
     "free_hops": Question(
         "B8",
         "trained",
         "blocks, Full - add",
-        "at pointer chasing, fewer blocks go free (for {free:.0%} of the gain at most) with Full attention over depth",
+        "at pointer chasing, of {depth_hops} blocks, dropped until one is left, fewer go free (for {free:.0%} of the "
+        "gain at most) with Full attention over depth",
     ),
     "independent_text": Question(
         "B8",
@@ -356,6 +364,11 @@ def shallow_name(depth: int) -> str:
     return f"hops: add, {depth} block{'s' if depth > 1 else ''}"
 
 
+def half_name(params: Params) -> str:
+    """Half as many blocks as those that blocks are dropped from."""
+    return f"text: add, {params.claims.layer_drop_redundancy.text.depth // 2} blocks"
+
+
 def text_arms(params: Params) -> list[Arm]:
     """The deep model first, as it takes longest."""
     text = params.claims.layer_drop_redundancy.text
@@ -364,7 +377,8 @@ def text_arms(params: Params) -> list[Arm]:
         return Arm(name, decoder_run(params, depth, kind, steps=text.steps), text.learning_rates)
 
     deep = arm(deep_name(params), text.deep, ConnectionConfig())
-    return [deep, *(arm(text_name(name), text.depth, kind) for name, kind in methods(params).items())]
+    half = arm(half_name(params), text.depth // 2, ConnectionConfig())
+    return [deep, half, *(arm(text_name(name), text.depth, kind) for name, kind in methods(params).items())]
 
 
 def hops_arms(params: Params) -> list[Arm]:
@@ -380,7 +394,7 @@ def hops_arms(params: Params) -> list[Arm]:
 
 def rates(params: Params) -> pd.DataFrame:
     """Stage one of the comparison: a learning rate for every arm."""
-    longer = params.sweep.model_copy(update={"steps": params.claims.layer_drop_redundancy.hops.sweep_steps})
+    longer = params.sweep.of(params.claims.layer_drop_redundancy.hops.sweep_steps)
     return pd.concat(
         [
             choose_rates(text_arms(params), params.sweep, params.execution),
@@ -407,11 +421,11 @@ def models(params: Params, trained: Runs) -> Models:
     found: Models = {}
     for method in methods(params):
         found[text_name(method)] = measured.measure_all(
-            trained[text_name(method)], section.text.look, execution, most=section.text.depth // 2
+            trained[text_name(method)], section.text.look, execution, most=section.text.depth // 2, to_the_last=True
         )
     for method in HOPS_METHODS:
         found[hops_name(method)] = measured.measure_all(
-            trained[hops_name(method)], section.hops.look, execution, most=section.hops.depth // 2
+            trained[hops_name(method)], section.hops.look, execution, most=section.hops.depth // 2, to_the_last=True
         )
     deep = deep_name(params)
     kinds, most = (BY_LOSS, BY_INFLUENCE), quarter(section.text.deep)
@@ -446,7 +460,7 @@ def healed(params: Params, trained: Runs, found: Models) -> dict[str, list[Heale
 
 def checks_controls(params: Params, trained: Runs, found: Models) -> list[Check]:
     """What must hold for the rest to mean anything."""
-    text = [found[arm.name] for arm in text_arms(params)]
+    text = [models for name, models in found.items() if name.startswith(text_name(""))]
     hops = [found[hops_name(method)] for method in HOPS_METHODS]
     shallow = shallow_name(params.claims.layer_drop_redundancy.hops.shallow[0])
     accuracies = [held_out(trained[name], "test_accuracy") for name in (hops_name("add"), shallow)]
@@ -503,8 +517,8 @@ def comparisons(params: Params, found: Models) -> dict[str, tuple[list[float], l
         "fewer_text_full": (mean_cost(full), mean_cost(add)),
         "fewer_text_block": (mean_cost(block), mean_cost(add)),
         "fewer_hops_full": (mean_cost(hops_full), mean_cost(hops_add)),
-        "free_text": (free_blocks(full, free), free_blocks(add, free)),
-        "free_hops": (free_blocks(hops_full, free), free_blocks(hops_add, free)),
+        "free_text": free_pair(full, add, free),
+        "free_hops": free_pair(hops_full, hops_add, free),
         "more_independent_text": (interaction_sizes(full), interaction_sizes(add)),
         "more_independent_hops": (interaction_sizes(hops_full), interaction_sizes(hops_add)),
     }
@@ -523,6 +537,24 @@ def checks_depth_attention(params: Params, found: Models) -> list[Check]:
 
 
 # --- tables ---------------------------------------------------------------------------------------
+
+
+def fewer_blocks(params: Params, trained: Runs) -> pd.DataFrame:
+    """What models with the standard connection and fewer blocks lose that were trained so from the start.
+
+    As a share of the gain of the deeper one, like what its dropped blocks cost; below 0 where the shallower one is
+    better, so that its blocks were not needed.
+    """
+    shallow = [shallow_name(depth) for depth in params.claims.layer_drop_redundancy.hops.shallow]
+    pairs = [(deep_name(params), text_name("add")), (text_name("add"), half_name(params))]
+    pairs += [(hops_name("add"), name) for name in shallow]
+    rows = []
+    for deep, fewer in pairs:
+        gains = each(trained[deep], lambda record: record.context_free_loss - (record.test_loss or math.nan))
+        lost = [f - d for f, d in zip(held_out(trained[fewer]), held_out(trained[deep]), strict=True)]
+        shares = [cost / gain if gain > 0 else math.nan for cost, gain in zip(lost, gains, strict=True)]
+        rows.append({"in place of": deep, "trained": fewer, "share of the gain lost": str(mean_of(shares))})
+    return pd.DataFrame(rows).set_index(["in place of", "trained"])
 
 
 def power_table(params: Params, found: Models) -> pd.DataFrame:

@@ -180,7 +180,8 @@ QUESTIONS = {
         "A3.3",
         "trained",
         "skill, slope over depth, difference",
-        "the current byte fades more steeply with residuals than without ({shallow} blocks)",
+        "the current byte's skill falls more steeply from embedding to last block with residuals than without, where "
+        "what is lost counts as fallen ({shallow} blocks)",
     ),
     "abstract_only": Question(
         "A3.3",
@@ -192,13 +193,15 @@ QUESTIONS = {
         "A3.3",
         "trained",
         "skill, slope over depth, difference",
-        "the current byte fades more steeply with residuals than without ({depth} blocks)",
+        "the current byte's skill falls more steeply with residuals than without ({depth} blocks; no value where the "
+        "latter learnt nothing)",
     ),
     "abstract_only_deep": Question(
         "A3.3",
         "trained",
         "skill, slope over depth, difference",
-        "the next byte rises more steeply with residuals than without ({depth} blocks)",
+        "the next byte rises more steeply with residuals than without ({depth} blocks; no value where the latter "
+        "learnt nothing)",
     ),
     "unshared_none": Question(
         "A3.3",
@@ -507,6 +510,12 @@ def checks_space(params: Params, found: Models) -> list[Check]:
     )
 
 
+def _slopes_of_learnt(params: Params, found: Sequence[Seen], name: str) -> list[float]:
+    """Not a number for a model whose gain is at most what the control `gain_shallow` asks for."""
+    least = params.claims.layer_roles.criteria.gain_shallow.above or 0.0  # type: ignore[attr-defined]
+    return [model.slope(name) if model.gain > least else math.nan for model in found]
+
+
 def comparisons(params: Params, found: Models) -> dict[str, tuple[list[float], list[float]]]:
     """What is compared at the same depth, by seed; the criterion is on the first less the second."""
     add, none = (found[shallow_name(params, kind)] for kind in KINDS)
@@ -514,8 +523,8 @@ def comparisons(params: Params, found: Models) -> dict[str, tuple[list[float], l
     return {
         "lexical_only": (_slopes(add, CURRENT), _slopes(none, CURRENT)),
         "abstract_only": (_slopes(add, NEXT), _slopes(none, NEXT)),
-        "lexical_only_deep": (_slopes(deep, CURRENT), _slopes(deep_none, CURRENT)),
-        "abstract_only_deep": (_slopes(deep, NEXT), _slopes(deep_none, NEXT)),
+        "lexical_only_deep": (_slopes(deep, CURRENT), _slopes_of_learnt(params, deep_none, CURRENT)),
+        "abstract_only_deep": (_slopes(deep, NEXT), _slopes_of_learnt(params, deep_none, NEXT)),
         "shared_only": (_kept(add), _kept(none)),
         "shared_only_recentred": (_kept(add, recentred=True), _kept(none, recentred=True)),
         "neighbours_only": ([m.cost(m.neighbours) for m in none], [m.cost(m.neighbours) for m in add]),

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator, model_validator
 
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, RateSweep, Runs, choose_rates, each, held_out, train_arms
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
 from reslab.experiments.layerscale_depth_exact import Exact, closed_networks, exact_estimates, jacobians
 from reslab.experiments.layerscale_depth_opening import closing_cost, effective_depths, opening_table
 from reslab.experiments.runs import decoder_run, image_run
@@ -107,19 +107,51 @@ QUESTIONS = {
         "{thousand} untrained blocks at scale 1e-4 pass a gradient on within 1 %",
     ),
     # trained at 1000 blocks
-    "thousand_rezero": Question("A4.3c", "trained", "share of runs", "ReZero trains at {thousand} blocks"),
-    "thousand_layerscale": Question("A4.3c", "trained", "share of runs", f"{SMALL} trains at {{thousand}} blocks"),
+    "thousand_rezero": Question(
+        "A4.3c",
+        "trained",
+        "share of runs",
+        "the loss of {thousand} blocks with ReZero falls below random guessing by {trains_from:g} nats, "
+        "in {thousand_steps} steps",
+    ),
+    "thousand_layerscale": Question(
+        "A4.3c", "trained", "share of runs", f"with {SMALL} the loss of {{thousand}} blocks falls so far"
+    ),
     "thousand_plain": Question(
-        "A4.3c", "trained", "share of runs", "without a scale {thousand} blocks do not train, so that it is what helps"
+        "A4.3c",
+        "trained",
+        "share of runs",
+        "without a scale the loss of {thousand} blocks does not fall so far, so that it is what helps",
+    ),
+    "thousand_over_ends_rezero": Question(
+        "A4.3c",
+        "trained",
+        "nats per byte gained",
+        "{thousand} blocks with ReZero end below the embedding and head trained alone",
+    ),
+    "thousand_over_ends_layerscale": Question(
+        "A4.3c", "trained", "nats per byte gained", f"{{thousand}} blocks with {SMALL} do, too"
+    ),
+    "thousand_over_ends_plain": Question(
+        "A4.3c",
+        "trained",
+        "nats per byte gained",
+        "without a scale {thousand} blocks do not end below the embedding and head trained alone",
     ),
     "thousand_gain": Question(
-        "A4.3c", "trained", "nats per byte gained", "ReZero beats plain Pre-LN at {thousand} blocks"
+        "A4.3c",
+        "trained",
+        "nats per byte gained",
+        "ReZero beats plain Pre-LN at {thousand} blocks, each at its own best rate",
     ),
     "thousand_used": Question(
         "A4.3c",
         "trained",
         "nats per byte lost",
         "the {thousand} blocks take part: closing them again costs ReZero loss",
+    ),
+    "thousand_used_layerscale": Question(
+        "A4.3c", "trained", "nats per byte lost", f"the {{thousand}} blocks take part: closing them costs {SMALL} loss"
     ),
     # how the network opens
     "early_rezero": Question(
@@ -200,7 +232,7 @@ class Thousand(Settings):
     evaluation_windows: int = Field(ge=1)
     learning_rates: Rates
     trains_from: float = Field(gt=0)
-    """A run trains if its held-out loss is this many nats below ln 256, that of random guessing, and all is finite."""
+    """How many nats below ln 256, that of random guessing, the held-out loss has to fall."""
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Thousand:
@@ -279,6 +311,8 @@ def _judged(params: Params, estimates: dict[str, Estimate]) -> list[Check]:
         "appears_at": section.appears_at,
         "looked_at": section.appears_at,
         "thousand": section.thousand.depth,
+        "thousand_steps": section.thousand.steps,
+        "trains_from": section.thousand.trains_from,
         "jacobian": section.exact.depths[-1],
         "early": section.early,
     }
@@ -302,6 +336,10 @@ def depths_of(params: Params, method: str, *, images: bool = False) -> tuple[int
 
 IMAGE_METHODS = (PLAIN, LARGE, SMALL)
 THOUSAND_METHODS = (PLAIN, SMALL, REZERO)
+CLOSED_METHODS = (SMALL, REZERO)
+"""Those at a thousand blocks whose scales can be set to 0 again."""
+ENDS = "embedding and head alone"
+"""A narrow decoder like those of a thousand blocks, of one block that is multiplied by 0."""
 OPENING_METHODS = (PLAIN, SMALL, REZERO)
 
 
@@ -333,7 +371,7 @@ def image_arms(params: Params) -> list[Arm]:
 
 
 def thousand_arms(params: Params) -> list[Arm]:
-    """The very deep decoders: narrow, with few and short sequences."""
+    """The very deep decoders: narrow, with few and short sequences; and what they are without their blocks."""
     section = params.claims.layerscale_depth.thousand
     shape = section.model_dump(include={"width", "heads", "context"}) | {"init_std": 0.55 / section.width**0.5}
     small = params.model_copy(
@@ -343,14 +381,14 @@ def thousand_arms(params: Params) -> list[Arm]:
             "optimisation": params.optimisation.model_copy(update={"batch": section.batch}),
         }
     )
-    return [
-        Arm(
-            arm_name(method, section.depth),
-            decoder_run(small, section.depth, METHODS[method](section.depth), steps=section.steps),
-            section.learning_rates,
-        )
-        for method in THOUSAND_METHODS
+
+    def arm(name: str, depth: int, connection: ConnectionConfig) -> Arm:
+        return Arm(name, decoder_run(small, depth, connection, steps=section.steps), section.learning_rates)
+
+    deep = [
+        arm(arm_name(name, section.depth), section.depth, METHODS[name](section.depth)) for name in THOUSAND_METHODS
     ]
+    return [*deep, arm(ENDS, 1, ConnectionConfig("scaled", scale=0.0))]
 
 
 def rates(params: Params) -> pd.DataFrame:
@@ -361,15 +399,14 @@ def rates(params: Params) -> pd.DataFrame:
         (image_arms(params), section.images.sweep_steps),
         (thousand_arms(params), section.thousand.sweep_steps),
     )
-    seed = params.sweep.seed
-    tables = [choose_rates(arms, RateSweep(seed=seed, steps=steps), params.execution) for arms, steps in sweeps]
+    tables = [choose_rates(arms, params.sweep.of(steps), params.execution) for arms, steps in sweeps]
     return pd.concat(tables, ignore_index=True)
 
 
 def runs(params: Params, chosen: pd.DataFrame) -> Runs:
     """Stage two: every arm at its rate on all seeds; with weights where they are looked into."""
     looked_into = {arm_name(method, params.claims.layerscale_depth.appears_at) for method in METHODS}
-    looked_into.add(arm_name(REZERO, params.claims.layerscale_depth.thousand.depth))
+    looked_into |= {arm_name(method, params.claims.layerscale_depth.thousand.depth) for method in CLOSED_METHODS}
     arms = [*decoder_arms(params), *image_arms(params), *thousand_arms(params)]
     trained: Runs = {}
     for weights in (True, False):
@@ -473,15 +510,35 @@ def checks_opening(params: Params, opened: pd.DataFrame) -> list[Check]:
 
 
 def trains(params: Params, record: RunRecord) -> bool:
-    """Is the held-out loss clearly below that of guessing at random, and all finite?"""
+    """Is the held-out loss `trains_from` nats below that of guessing at random, and all finite?"""
     fallen = math.log(data.VOCABULARY) - (record.test_loss if record.test_loss is not None else math.inf)
     return record.outcome != "diverged" and fallen > params.claims.layerscale_depth.thousand.trains_from
 
 
-def checks_thousand(params: Params, trained: Runs) -> list[Check]:
+def closing_costs(params: Params, trained: Runs) -> dict[str, list[float]]:
+    """By method and seed, what closing the thousand blocks again costs: see `closing_cost`."""
+    depth = params.claims.layerscale_depth.thousand.depth
+    return {method: each(trained[arm_name(method, depth)], closing_cost) for method in CLOSED_METHODS}
+
+
+def thousand_table(params: Params, trained: Runs, costs: dict[str, list[float]]) -> pd.DataFrame:
+    """Test losses at a thousand blocks, as trained and closed again, and that of embedding and head alone."""
+    rows = {}
+    for method in (*THOUSAND_METHODS, ENDS):
+        name = ENDS if method == ENDS else arm_name(method, params.claims.layerscale_depth.thousand.depth)
+        losses = held_out(trained[name])
+        rows[name] = {"test loss": str(mean_of(losses)), "closed again": ""}
+        if method in costs:
+            closed = [loss + cost for loss, cost in zip(losses, costs[method], strict=True)]
+            rows[name]["closed again"] = str(mean_of(closed))
+    return pd.DataFrame(rows).T
+
+
+def checks_thousand(params: Params, trained: Runs, costs: dict[str, list[float]]) -> list[Check]:
     """Sentence A4.3c: do a thousand blocks train, and do they need a start near zero?"""
     depth = params.claims.layerscale_depth.thousand.depth
     plain, small, rezero = (trained[arm_name(method, depth)] for method in THOUSAND_METHODS)
+    ends = held_out(trained[ENDS])
 
     def share(records: list[RunRecord]) -> Estimate:
         return deterministic(float(np.mean([trains(params, record) for record in records])))
@@ -492,8 +549,12 @@ def checks_thousand(params: Params, trained: Runs) -> list[Check]:
             "thousand_rezero": share(rezero),
             "thousand_layerscale": share(small),
             "thousand_plain": share(plain),
+            "thousand_over_ends_rezero": paired_difference(ends, held_out(rezero)),
+            "thousand_over_ends_layerscale": paired_difference(ends, held_out(small)),
+            "thousand_over_ends_plain": paired_difference(ends, held_out(plain)),
             "thousand_gain": paired_difference(held_out(plain), held_out(rezero)),
-            "thousand_used": mean_of(each(rezero, closing_cost)),
+            "thousand_used": mean_of(costs[REZERO]),
+            "thousand_used_layerscale": mean_of(costs[SMALL]),
         },
     )
 

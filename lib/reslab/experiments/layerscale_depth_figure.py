@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from reslab import plotting
 from reslab.comparison import Runs
 from reslab.experiments.layerscale_depth import (
+    ENDS,
     METHODS,
     OPENING_METHODS,
     PLAIN,
@@ -87,9 +88,13 @@ def _draw_thousand(axes: Axes, params: Params, trained: Runs) -> None:
     section = params.claims.layerscale_depth.thousand
     for method in THOUSAND_METHODS:
         plotting.seed_lines(axes, method, [record.train_loss for record in trained[arm_name(method, section.depth)]])
+    plotting.seed_lines(axes, ENDS, [record.train_loss for record in trained[ENDS]], style="--")
     axes.axhline(np.log(256), color=plotting.COLOURS["control"], linewidth=1, label="guessing at random")
     axes.axhline(
-        np.log(256) - section.trains_from, color=plotting.COLOURS["control"], linestyle=":", label="counts as trained"
+        np.log(256) - section.trains_from,
+        color=plotting.COLOURS["control"],
+        linestyle=":",
+        label=f"{section.trains_from:g} below",
     )
     axes.set(title=f"{section.depth} blocks: training loss", xlabel="step", ylabel="nats per byte (batch)")
     plotting.legend_beside(axes)

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, profile_of, train_arms
-from reslab.curves import context_free_losses, early_loss, first_below, spikes
+from reslab.curves import context_free_losses, early_loss, first_use_of_context, spikes
 from reslab.experiments.pre_vs_post_ln_exact import block_angles, initial_measures, log_slopes, stream_band
 from reslab.experiments.pre_vs_post_ln_grid import (
     Grid,
@@ -30,7 +30,7 @@ from reslab.experiments.pre_vs_post_ln_grid import (
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import deterministic, mean_of, paired_difference
-from reslab.training import STALL_MARGIN, RunRecord
+from reslab.training import RunRecord
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -102,7 +102,8 @@ QUESTIONS = {
         "A4.1a",
         "trained",
         "share of the depths",
-        "above a threshold Post-LN spikes: at a rate of {highest:g} it jumps, stalls or diverges",
+        "above a threshold Post-LN fails (jumps, stalls or diverges): at a rate of {highest:g} "
+        "({depths} depths a seed)",
     ),
     "post_spikes": Question(
         "A4.1a",
@@ -111,13 +112,17 @@ QUESTIONS = {
         "where Post-LN fails its loss jumps, rather than merely standing still",
     ),
     "pre_calm": Question(
-        "A4.1a", "trained", "share of the runs", "Pre-LN is calm throughout: at no depth and rate does its loss jump"
+        "A4.1a",
+        "trained",
+        "share of the runs",
+        "Pre-LN is calm throughout: at no depth and rate does its loss jump ({cells} runs a seed)",
     ),
     "threshold_gap": Question(
         "A4.1a",
         "trained",
         "steps in the list of rates",
-        "the highest rate that Pre-LN bears lies above the lowest at which Post-LN fails ({shallow} blocks)",
+        "the highest rate that Pre-LN bears lies above the lowest at which Post-LN fails, in whole steps "
+        "({shallow} blocks)",
     ),
     "ends_level": Question(
         "A4.1a",
@@ -126,14 +131,18 @@ QUESTIONS = {
         "Pre-LN ends level or slightly better ({shallow} blocks, each at its best rate)",
     ),
     "post_deep": Question(
-        "A4.1b", "trained", "share of the rates", "with {deep} blocks Post-LN hardly trains at usual rates"
+        "A4.1b",
+        "trained",
+        "share of the rates",
+        "with {deep} blocks Post-LN hardly trains at usual rates ({rates} of them, {lowest:g} to {highest:g})",
     ),
-    "pre_deep": Question("A4.1b", "trained", "share of the rates", "with {deep} blocks Pre-LN does"),
+    "pre_deep": Question("A4.1b", "trained", "share of the rates", "with {deep} blocks Pre-LN does (of {rates} rates)"),
     "threshold_falls": Question(
         "A4.1b",
         "trained",
         "steps in the list of rates",
-        "the highest rate that Post-LN bears with {shallow} blocks lies above the lowest at which it fails with {deep}",
+        "the highest rate that Post-LN bears with {shallow} blocks lies above the lowest at which it fails with {deep} "
+        "(whole steps)",
     ),
     "post_deepnet": Question(
         "A4.1b",
@@ -175,14 +184,21 @@ QUESTIONS = {
         "A4.2a",
         "trained",
         "steps, Pre - Post",
-        "Pre-LN needs longer until it uses the context: until its loss is below unigram entropy ({shallow} blocks)",
+        "Pre-LN needs longer until it uses the context: until its loss is below the context-free guess's on the same "
+        "batches ({shallow} blocks, each at its best rate)",
+    ),
+    "features_late_same_rate": Question(
+        "A4.2a", "trained", "steps, Pre - Post", "so it does at the same rate, Post-LN's best"
     ),
     # trained: what is said to make up for it
-    "gain_updates": Question(
+    "gain_updates_start": Question(
         "A4.2b",
-        "trained",
+        "exact",
         "mean turn, with / without",
-        "norm gains that start at {gain:g} make the deep half's updates larger (Pre-LN, {deep} blocks)",
+        "norm gains that start at {gain:g} make the deep half's updates larger before training (Pre-LN, {deep} blocks)",
+    ),
+    "gain_updates": Question(
+        "A4.2b", "trained", "mean turn, with / without", "they make them larger after training, too"
     ),
     "gain_early": Question(
         "A4.2b", "trained", "nats per byte, with - without", "they speed up the first quarter of the steps"
@@ -192,7 +208,8 @@ QUESTIONS = {
         "A4.2b",
         "trained",
         "mean turn, with / without",
-        "learnt branch weights that start at 1 make the deep half's updates larger (Pre-LN, {deep} blocks)",
+        "learnt branch weights that start at 1, and change nothing there, make the deep half's updates larger after "
+        "training (Pre-LN, {deep} blocks)",
     ),
     "weight_early": Question(
         "A4.2b", "trained", "nats per byte, with - without", "they speed up the first quarter of the steps"
@@ -202,7 +219,7 @@ QUESTIONS = {
         "A4.2c",
         "trained",
         "nats per byte, Post - Pre",
-        "with rate and warm-up tuned Post-LN ends lower than Pre-LN ({deep} blocks)",
+        "with rate ({lowest:g} to {highest:g}) and warm-up tuned Post-LN ends lower than Pre-LN ({deep} blocks)",
     ),
 }
 """What is asked, by the name of its criterion in params.yaml."""
@@ -286,6 +303,10 @@ def _judged(params: Params, **estimates: Any) -> list[Check]:
         "shallow": section.depths[0],
         "deep": section.depths[-1],
         "exact_deep": section.exact.depths[-1],
+        "depths": len(section.depths),
+        "rates": len(section.learning_rates),
+        "cells": len(section.depths) * len(section.learning_rates),
+        "lowest": section.learning_rates[0],
         "highest": section.learning_rates[-1],
         "gain": section.norm_gain,
     }
@@ -363,6 +384,12 @@ def _early(params: Params, records: Sequence[RunRecord]) -> list[float]:
     return each(records, lambda record: early_loss(record.train_loss, _section(params).steps // 4))
 
 
+def _pre_at_posts_rate(params: Params, tried: Grid) -> list[RunRecord]:
+    """Pre-LN's shallow runs at the rate that is Post-LN's best."""
+    shallow = _section(params).depths[0]
+    return list(tried["Pre-LN", shallow, best_rate(params, tried, "Post-LN", shallow)])
+
+
 def _failed_with_a_jump(params: Params, tried: Grid) -> list[float]:
     """By seed: the share of Post-LN's failed runs whose loss jumped; not a number where none failed."""
     failed = share(tried, cells(params, "Post-LN"), fails)
@@ -375,7 +402,7 @@ def checks_stability(params: Params, tried: Grid) -> list[Check]:
     section = _section(params)
     shallow, highest = section.depths[0], section.learning_rates[-1]
     pre, post = (best(params, tried, method, shallow) for method in ("Pre-LN", "Post-LN"))
-    same = tried["Pre-LN", shallow, best_rate(params, tried, "Post-LN", shallow)]
+    same = _pre_at_posts_rate(params, tried)
     seen = tried["Pre-LN", shallow, section.learning_rates[0]]
     gap = bears_less_fails(params, *(brackets(params, tried, m, shallow) for m in ("Pre-LN", "Post-LN")))
     at_highest = [("Post-LN", depth, highest) for depth in section.depths]
@@ -421,18 +448,19 @@ def _below_context_free(record: RunRecord) -> float:
 # --- checks on the stream and on its updates ------------------------------------------------------
 
 
-def turns(record: RunRecord) -> list[float]:
-    """By how many degrees each block of a trained model turns the stream."""
-    return block_angles(profile_of(record, "neighbour_cosine"))
+def turns(record: RunRecord, *, trained: bool = True) -> list[float]:
+    """By how many degrees each block turns the stream, after or before training."""
+    return block_angles(profile_of(record, "neighbour_cosine", trained=trained))
 
 
 def _mean_turn(records: Sequence[RunRecord]) -> list[float]:
     return each(records, lambda record: float(np.mean(turns(record))))
 
 
-def _deep_turn(records: Sequence[RunRecord]) -> list[float]:
+def _deep_turn(records: Sequence[RunRecord], *, trained: bool = True) -> list[float]:
     """The mean over the deep half of the blocks."""
-    return each(records, lambda record: float(np.mean(turns(record)[len(turns(record)) // 2 :])))
+    found = [turns(record, trained=trained) for record in records]
+    return [float(np.mean(blocks[len(blocks) // 2 :])) if blocks else math.nan for blocks in found]
 
 
 def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -445,23 +473,21 @@ def _growth(record: RunRecord) -> float:
     return squares[-1] / squares[0]
 
 
-def _first_use_of_context(records: Sequence[RunRecord]) -> list[float]:
-    """The step at which the smoothed loss comes below the best context-free guess; not a number where it never does."""
-    return each(records, lambda r: first_below(r.train_loss, r.context_free_loss - STALL_MARGIN))
-
-
 def checks_stream(params: Params, tried: Grid) -> list[Check]:
     """Sentences A4.1c and A4.2a after training."""
     shallow, deep = _section(params).depths[0], _section(params).depths[-1]
     pre, post = (best(params, tried, method, shallow) for method in ("Pre-LN", "Post-LN"))
     deep_pre, deep_post = (best(params, tried, method, deep) for method in ("Pre-LN", "Post-LN"))
+    at_posts_rate = _pre_at_posts_rate(params, tried)
+    own_first, same_first, post_first = (each(r, first_use_of_context) for r in (pre, at_posts_rate, post))
     return _judged(
         params,
         post_accumulates_trained=mean_of(each(deep_post, _growth)),
         pre_controlled_trained=mean_of(each(deep_pre, _growth)),
         update_deep=mean_of(_ratios(_mean_turn(deep_pre), _mean_turn(pre))),
         update_pre_post=mean_of(_ratios(_deep_turn(pre), _deep_turn(post))),
-        features_late=paired_difference(_first_use_of_context(pre), _first_use_of_context(post)),
+        features_late=paired_difference(own_first, post_first),
+        features_late_same_rate=paired_difference(same_first, post_first),
     )
 
 
@@ -470,6 +496,7 @@ def checks_remedies(params: Params, trained: Runs) -> list[Check]:
     plain, gain, weight = (trained[name] for name in ("Pre-LN", GAIN, WEIGHT))
     return _judged(
         params,
+        gain_updates_start=mean_of(_ratios(_deep_turn(gain, trained=False), _deep_turn(plain, trained=False))),
         gain_updates=mean_of(_ratios(_deep_turn(gain), _deep_turn(plain))),
         gain_early=paired_difference(_early(params, gain), _early(params, plain)),
         gain_loss=paired_difference(held_out(gain), held_out(plain)),

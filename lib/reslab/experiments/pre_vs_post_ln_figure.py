@@ -122,7 +122,7 @@ def _draw_thresholds(axes: Axes, params: Params, tried: Grid) -> None:
         axes.plot(places, means, color=colour, linewidth=1, label=method)
     for edges, name in (((highest, highest * 1000), "not tried"), ((lowest / 1000, lowest), None)):
         axes.axhspan(*edges, facecolor="0.9", edgecolor="0.6", linewidth=0.5, zorder=0, label=name)
-    axes.plot([], [], "^", color="0.3", markerfacecolor="none", linestyle="none", label="above all tried (▽ below)")
+    axes.plot([], [], "^", color="0.3", markerfacecolor="none", linestyle="none", label="above all (▽ below)")
     axes.set(xscale="log", yscale="log", xlabel="depth (blocks)", ylabel="threshold learning rate")
     axes.set_ylim(lowest / 3, highest * 3)
     axes.set_xticks(section.depths, [str(depth) for depth in section.depths])
@@ -146,14 +146,14 @@ def _draw_streams(axes: Axes, params: Params, tried: Grid) -> None:
     section = params.claims.pre_vs_post_ln
     deep, exact = section.depths[-1], section.exact
     low, high = zip(*map(stream_band, range(deep + 1)), strict=True)
-    axes.fill_between(range(deep + 1), low, high, color="0.85", label="proved for Pre-LN, untrained", zorder=0)
+    axes.fill_between(range(deep + 1), low, high, color="0.85", label="proved (Pre-LN, untrained)", zorder=0)
     for method in ("Pre-LN", "Post-LN"):
         untrained = initial_streams(deep, exact.seeds, exact.tokens, exact.width, method)
         plotting.seed_lines(axes, method, untrained, style="--", label=False)
         after = [profile_of(record, "mean_square") for record in best(params, tried, method, deep)]
         plotting.seed_lines(axes, method, after)
     axes.plot([], [], color="black", label="trained")
-    axes.plot([], [], color="black", linestyle="--", label="untrained, unit-scale weights")
+    axes.plot([], [], color="black", linestyle="--", label="untrained, unit scale")
     axes.set(title=f"The stream's growth ({deep} blocks)", xlabel="after block (0: embedding)", yscale="log")
     axes.set_ylabel("mean square of the stream")
     plotting.legend_beside(axes, below=True)
@@ -185,6 +185,6 @@ def _draw_turns(axes: Axes, params: Params, tried: Grid, trained: Runs) -> None:
         axes.plot([], [], color=plotting.colour(name), label=name)  # also where all runs diverged
         series = [[math.nan, *turns(record)] for record in records if record.outcome != "diverged"]
         plotting.seed_lines(axes, name, series, label=False)
-    axes.set(title=f"Trained: effective updates ({deep} blocks)", xlabel="block", ylabel="turn of the stream (degrees)")
+    axes.set(title=f"Trained: updates ({deep} blocks)", xlabel="block", ylabel="turn of the stream (degrees)")
     axes.set_ylim(bottom=0)
     axes.legend()

@@ -102,25 +102,44 @@ QUESTIONS = {
     "learns": Question(
         "B2a", "control", "nats below unigram entropy", "Pre-LN of {deep} blocks has learnt from the context"
     ),
-    "embedding_trained": Question(
-        "B2a", "trained", EXPONENT, "after training the embedding's share in what the head reads falls with depth"
+    "embedding_same_rate": Question(
+        "B2a",
+        "trained",
+        EXPONENT,
+        "after training the embedding's share in what the head reads (1 / growth) falls with depth, all at {rate:g}",
     ),
-    "first_trained": Question("B2a", "trained", EXPONENT, "after training the first block's share falls with depth"),
-    "embedding_full": Question(
+    "embedding_trained": Question("B2a", "trained", EXPONENT, "it does so with each depth at its own best rate"),
+    "first_same_rate": Question(
+        "B2a", "trained", EXPONENT, "after training the first block's share falls with depth, all at {rate:g}"
+    ),
+    "first_trained": Question("B2a", "trained", EXPONENT, "it does so with each depth at its own best rate"),
+    "embedding_full_same_rate": Question(
         "B2a",
         "trained",
         SHARE,
-        "it comes of equal weights: with learnt ones (Full) deep layers read more of the embedding ({deep} blocks)",
+        "it comes of equal weights: with learnt ones (Full) deep layers read more of the embedding "
+        "({deep} blocks, both at {rate:g})",
     ),
-    "first_full": Question(
-        "B2a", "trained", SHARE, "with learnt weights (Full) deep layers read more of the first block ({deep} blocks)"
+    "embedding_full": Question("B2a", "trained", SHARE, "they do so with each at its own best rate ({deep} blocks)"),
+    "first_full_same_rate": Question(
+        "B2a",
+        "trained",
+        SHARE,
+        "with learnt weights (Full) deep layers read more of the first block ({deep} blocks, both at {rate:g})",
     ),
+    "first_full": Question("B2a", "trained", SHARE, "they do so with each at its own best rate ({deep} blocks)"),
     "stream_grows": Question("B2b", "trained", GROWTH, "after training Pre-LN's stream has grown over {deep} blocks"),
-    "stream_grows_more": Question(
-        "B2b", "trained", EXPONENT, "after training it has grown the more the deeper the model"
+    "growth_lns_same_rate": Question(
+        "B2b",
+        "trained",
+        "log10 of the growth, difference",
+        "LayerNorm scaling curbs it ({deep} trained blocks, both at {rate:g})",
     ),
     "growth_lns_trained": Question(
-        "B2b", "trained", "log10 of the growth, difference", "LayerNorm scaling curbs it ({deep} trained blocks)"
+        "B2b",
+        "trained",
+        "log10 of the growth, difference",
+        "LayerNorm scaling curbs it ({deep} trained blocks, each at its own best rate)",
     ),
     "outputs_grow": Question(
         "B2b",
@@ -137,11 +156,18 @@ QUESTIONS = {
         LAYER_EXPONENT,
         "so they go on to matter: what they put out keeps up with the stream ({deep} trained blocks)",
     ),
+    "outputs_full_same_rate": Question(
+        "B2b",
+        "trained",
+        f"{LAYER_EXPONENT}, Full less Pre-LN",
+        "they must because the stream grows: where nothing accumulates (Full) outputs grow less "
+        "({deep} blocks, both at {rate:g})",
+    ),
     "outputs_full": Question(
         "B2b",
         "trained",
         f"{LAYER_EXPONENT}, Full less Pre-LN",
-        "they must because the stream grows: where nothing accumulates (Full) outputs grow less ({deep} blocks)",
+        "they grow less in Full with each at its own best rate ({deep} blocks)",
     ),
     "post_accumulates_trained": Question(
         "A4.1c", "trained", GROWTH, "after training Post-LN's main path has grown over {middle} blocks"
@@ -172,6 +198,7 @@ class Parameters(Section):
     middle: int
     """Blocks of Post-LN, and of the Pre-LN that it is held against."""
     learning_rates: Rates
+    """Of all but Post-LN; depths are also compared at the middle one."""
     post_learning_rates: Rates
     """Post-LN's, which needs smaller ones."""
     exact: Exact
@@ -199,7 +226,12 @@ def section_of(params: Params) -> Parameters:
 
 def _judged(params: Params, estimates: dict[str, Estimate]) -> list[Check]:
     section = section_of(params)
-    numbers = {"deep": section.depths[-1], "middle": section.middle, "exact_deep": section.exact.depths[-1]}
+    numbers = {
+        "deep": section.depths[-1],
+        "middle": section.middle,
+        "exact_deep": section.exact.depths[-1],
+        "rate": same_rate(params),
+    }
     return judge(QUESTIONS, section.criteria, estimates, numbers)
 
 
@@ -244,9 +276,24 @@ def rates(params: Params) -> pd.DataFrame:
     return choose_rates(arms(params), params.sweep, params.execution)
 
 
+def same_rate(params: Params) -> float:
+    """The rate at which what differs in depth or method is also compared: the middle one of those to choose from."""
+    rates = sorted(section_of(params).learning_rates)
+    return rates[len(rates) // 2]
+
+
+def at_same_rate(params: Params, chosen: pd.DataFrame) -> pd.DataFrame:
+    """Stage one's table of Pre-LN at every depth, LayerNorm scaling and Full, with that rate as the chosen one."""
+    depths = section_of(params).depths
+    compared = [*(at_depth(PRE, depth) for depth in depths), *(at_depth(method, depths[-1]) for method in (LNS, FULL))]
+    table = chosen[chosen["arm"].isin(compared)]
+    return table.assign(chosen=table["rate"] == same_rate(params))
+
+
 def runs(params: Params, chosen: pd.DataFrame) -> Runs:
-    """Stage two: every arm at its rate on all seeds, with the weights to look into."""
-    return train_arms(arms(params), chosen, params.seeds, params.execution, weights=True)
+    """Stage two: the arms of a table at their rates on all seeds, with the weights to look into."""
+    wanted = [arm for arm in arms(params) if arm.name in set(chosen["arm"])]
+    return train_arms(wanted, chosen, params.seeds, params.execution, weights=True)
 
 
 # --- inside the models ----------------------------------------------------------------------------
@@ -329,38 +376,44 @@ def _learnt_growth(pair: Pair) -> float:
     return layer_exponent(pair.trained.block_outputs) - layer_exponent(pair.untrained.block_outputs)
 
 
-def checks_inside(params: Params, trained: Runs, seen: Seen) -> list[Check]:
-    """All sentences after training."""
+def _log_growth(pair: Pair) -> float:
+    return math.log10(pair.trained.growth)
+
+
+def checks_inside(params: Params, trained: Runs, seen: Seen, same: Seen) -> list[Check]:
+    """All sentences after training; `seen` in models at their own best rates, `same` in those of `at_same_rate`."""
     section = section_of(params)
     deep, middle = section.depths[-1], section.middle
-    pre, plain, scaling, full = (seen[at_depth(method, deep)] for method in (PRE, PLAIN, LNS, FULL))
+    pre, plain = (seen[at_depth(method, deep)] for method in (PRE, PLAIN))
     post, pre_middle = seen[at_depth(POST, middle)], seen[at_depth(PRE, middle)]
 
-    def fuller(*sources: int) -> Estimate:
-        ours, theirs = (column(one, lambda pair: late_share(pair.trained, *sources)) for one in (full, pre))
+    def over_pre(models: Seen, method: str, measure: Callable[[Pair], float]) -> Estimate:
+        ours, theirs = (column(models[at_depth(one, deep)], measure) for one in (method, PRE))
         return paired_difference(ours, theirs)
 
-    def log_growth(pair: Pair) -> float:
-        return math.log10(pair.trained.growth)
-
-    def output_exponent(pair: Pair) -> float:
-        return layer_exponent(pair.trained.block_outputs)
+    def compared(models: Seen, ending: str) -> dict[str, Estimate]:
+        return {
+            f"embedding_full{ending}": over_pre(models, FULL, lambda pair: late_share(pair.trained, 0)),
+            f"first_full{ending}": over_pre(models, FULL, lambda pair: late_share(pair.trained, 1, 2)),
+            f"outputs_full{ending}": over_pre(models, FULL, lambda pair: layer_exponent(pair.trained.block_outputs)),
+        }
 
     return _judged(
         params,
         {
             "learns": mean_of(each(trained[at_depth(PRE, deep)], _below_unigram)),
+            "embedding_same_rate": mean_of(over_depth(params, same, embedding_share)),
             "embedding_trained": mean_of(over_depth(params, seen, embedding_share)),
+            "first_same_rate": mean_of(over_depth(params, same, first_share)),
             "first_trained": mean_of(over_depth(params, seen, first_share)),
-            "embedding_full": fuller(0),
-            "first_full": fuller(1, 2),
             "stream_grows": mean_of(column(pre, lambda pair: pair.trained.growth)),
-            "stream_grows_more": mean_of(over_depth(params, seen, lambda one: one.growth)),
-            "growth_lns_trained": paired_difference(column(scaling, log_growth), column(pre, log_growth)),
+            "growth_lns_same_rate": over_pre(same, LNS, _log_growth),
+            "growth_lns_trained": over_pre(seen, LNS, _log_growth),
             "outputs_grow": mean_of(column(pre, _learnt_growth)),
             "outputs_grow_plain": mean_of(column(plain, _learnt_growth)),
             "ratio_kept": mean_of(column(pre, lambda pair: layer_exponent(pair.trained.ratios))),
-            "outputs_full": paired_difference(column(full, output_exponent), column(pre, output_exponent)),
+            **compared(same, "_same_rate"),
+            **compared(seen, ""),
             "post_accumulates_trained": mean_of(column(post, lambda pair: pair.trained.growth)),
             "post_keeps_trained": mean_of(column(post, lambda pair: pair.trained.embedding_left)),
             "pre_controlled_trained": mean_of(column(pre_middle, lambda pair: pair.trained.growth)),

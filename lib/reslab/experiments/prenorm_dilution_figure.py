@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from reslab import plotting
+from reslab.comparison import Runs
 from reslab.dilution import Dilution
 from reslab.experiments.prenorm_dilution import (
     TITLE,
@@ -22,6 +23,7 @@ from reslab.experiments.prenorm_dilution import (
     embedding_share,
     first_share,
     layer_exponent,
+    same_rate,
     section_of,
 )
 from reslab.experiments.prenorm_dilution_exact import FULL, INITIAL_ARMS, LNS, PLAIN, POST, PRE, growth_band
@@ -35,15 +37,16 @@ __all__ = ["draw"]
 GREY = plotting.COLOURS["control"]
 
 
-def draw(params: Params, initial: pd.DataFrame, seen: Seen) -> Figure:
-    """The claim in six panels."""
+def draw(params: Params, initial: pd.DataFrame, trained: Runs, seen: Seen, same: Seen) -> Figure:
+    """The claim in six panels; `seen` in models at their own best rates, `same` in those at one rate."""
+    rates = {name: records[0].config.learning_rate for name, records in trained.items()}
     with plotting.figure(2, 3) as (drawn, axes):
         _draw_initial_shares(axes[0], initial)
-        _draw_shares_by_depth(axes[1], params, seen)
-        _draw_shares_by_layer(axes[2], params, seen)
-        _draw_stream(axes[3], params, seen)
-        _draw_outputs(axes[4], params, seen)
-        _draw_exponents(axes[5], params, seen)
+        _draw_shares_by_depth(axes[1], params, seen, same)
+        _draw_shares_by_layer(axes[2], params, seen, same)
+        _draw_stream(axes[3], params, seen, same)
+        _draw_outputs(axes[4], params, seen, same)
+        _draw_exponents(axes[5], params, seen, rates)
         plotting.title(drawn, TITLE, params.scale)
     return drawn
 
@@ -78,23 +81,27 @@ def _initial_name(arm: str) -> str:
     return f"{arm}, scaled init" if weight_init == "depth_scaled" else arm
 
 
-def _draw_shares_by_depth(axes: Axes, params: Params, seen: Seen) -> None:
+def _draw_shares_by_depth(axes: Axes, params: Params, seen: Seen, same: Seen) -> None:
     depths = section_of(params).depths
+    stages = ((same, "trained", "-"), (seen, "trained", ":"), (same, "untrained", "--"))
     axes.plot(depths, [1 / (2 * d + 1) for d in depths], ":", color=GREY, label="equal shares (1 of 2L + 1)")
     axes.plot(depths, [2 / (2 * d + 1) for d in depths], "-.", color=GREY, label="equal shares (2 of 2L + 1)")
     measures = (("embedding", embedding_share, plotting.colour(PRE), "o"), ("first block", first_share, "black", "s"))
     for what, measure, colour, marker in measures:
-        for stage, style in (("trained", "-"), ("untrained", "--")):
-            by_depth = [column(seen[at_depth(PRE, depth)], _of(stage, measure)) for depth in depths]
+        for models, stage, style in stages:
+            by_depth = [column(models[at_depth(PRE, depth)], _of(stage, measure)) for depth in depths]
             means = [mean_of(values).value for values in by_depth]
             line = [np.nan if mean is None else mean for mean in means]
-            axes.plot(depths, line, style, color=colour, label=what if stage == "trained" else None)
+            axes.plot(depths, line, style, color=colour, label=what if style == "-" else None)
             for depth, values in zip(depths, by_depth, strict=True):
                 axes.plot([depth] * len(values), values, marker, color=colour, markersize=3.5, alpha=0.7)
     axes.plot([], [], "--", color="black", label="before training")
+    axes.plot([], [], ":", color="black", label="own best rate")
     axes.set_yscale("log")
     _depth_axis(axes, depths)
-    axes.set(title="Pre-LN: shares in what the head reads", ylabel="share (trained: solid)")
+    axes.set(
+        title="Pre-LN: shares in what the head reads", ylabel=f"share (solid: all trained at {same_rate(params):g})"
+    )
     plotting.legend_beside(axes, below=True)
 
 
@@ -121,11 +128,19 @@ def _legend_beside(params: Params, axes: Axes, *, below: bool) -> None:
     plotting.legend_beside(axes, below=below, labels=named)
 
 
-def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
+def _name_same_rate(axes: Axes, params: Params) -> None:
+    """In the legend."""
+    axes.plot([], [], "-.", color="black", label=f"trained at {same_rate(params):g}")
+
+
+def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen, same: Seen) -> None:
     sublayers = 2 * section_of(params).depths[-1]
     axes.plot(1 / np.arange(1, sublayers + 2), ":", color=GREY, label="equal shares (1/n)")
     for method, name in _arms(params).items():
-        plotting.seed_lines(axes, method, _series(seen[name], "trained", lambda one: one.share(0)))
+        for models, style in ((seen, "-"), (same, "-.")):
+            series = _series(models.get(name, []), "trained", lambda one: one.share(0))
+            plotting.seed_lines(axes, method, series, style=style, label=style == "-")
+    _name_same_rate(axes, params)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
@@ -136,13 +151,14 @@ def _draw_shares_by_layer(axes: Axes, params: Params, seen: Seen) -> None:
     _legend_beside(params, axes, below=True)
 
 
-def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
+def _draw_stream(axes: Axes, params: Params, seen: Seen, same: Seen) -> None:
     for method, name in _arms(params).items():
-        for stage, style in (("trained", "-"), ("untrained", "--")):
-            series = _series(seen[name], stage, lambda one: one.block_reads**2 / one.reads[0])
-            plotting.seed_lines(axes, method, series, style=style, label=stage == "trained")
+        for models, stage, style in ((seen, "trained", "-"), (same, "trained", "-."), (seen, "untrained", "--")):
+            series = _series(models.get(name, []), stage, lambda one: one.block_reads**2 / one.reads[0])
+            plotting.seed_lines(axes, method, series, style=style, label=style == "-")
     axes.axhline(1, color=GREY, linestyle=":", linewidth=1)
     axes.plot([], [], "--", color="black", label="before training")
+    _name_same_rate(axes, params)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(
@@ -153,19 +169,20 @@ def _draw_stream(axes: Axes, params: Params, seen: Seen) -> None:
     _legend_beside(params, axes, below=True)
 
 
-def _draw_outputs(axes: Axes, params: Params, seen: Seen) -> None:
+def _draw_outputs(axes: Axes, params: Params, seen: Seen, same: Seen) -> None:
     for method, name in _arms(params).items():
-        for stage, style in (("trained", "-"), ("untrained", "--")):
-            series = _series(seen[name], stage, lambda one: np.array([np.nan, *one.block_outputs]))
-            plotting.seed_lines(axes, method, series, style=style, label=stage == "trained")
+        for models, stage, style in ((seen, "trained", "-"), (same, "trained", "-."), (seen, "untrained", "--")):
+            series = _series(models.get(name, []), stage, lambda one: np.array([np.nan, *one.block_outputs]))
+            plotting.seed_lines(axes, method, series, style=style, label=style == "-")
     axes.plot([], [], "--", color="black", label="before training")
+    _name_same_rate(axes, params)
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(title="What blocks put out", xlabel="block", ylabel="rms of its two updates")
     _legend_beside(params, axes, below=False)
 
 
-def _draw_exponents(axes: Axes, params: Params, seen: Seen) -> None:
+def _draw_exponents(axes: Axes, params: Params, seen: Seen, rates: Mapping[str, float]) -> None:
     measures: tuple[tuple[str, str, Callable[[Dilution], float], str], ...] = (
         ("output, before training", "untrained", lambda one: layer_exponent(one.block_outputs), "x"),
         ("output, trained", "trained", lambda one: layer_exponent(one.block_outputs), "o"),
@@ -180,7 +197,7 @@ def _draw_exponents(axes: Axes, params: Params, seen: Seen) -> None:
     axes.axvline(0, color=GREY, linestyle=":", linewidth=1)
     for what, _, _, marker in measures:
         axes.plot([], [], marker, color="black", markersize=4, label=what)
-    labels = [method.replace(", ", ",\n") for method, _ in names]
+    labels = [f"{method},\nat {rates[name]:g}" for method, name in names]
     axes.set_yticks(range(len(names), 0, -1), labels, fontsize=7)
     axes.set_ylim(0.5, len(names) + 1.6)
     axes.set(title="Do later blocks put out more? (95 %)", xlabel="exponent of the block's number (0: all alike)")

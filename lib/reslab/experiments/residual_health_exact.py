@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from pydantic import Field
+from torch.nn.utils import get_total_norm
 
 from reslab import data
 from reslab.experiments.residual_health_measured import multiply_writer, ratios_of
 from reslab.health import HealthRule
 from reslab.models.decoder import DecoderConfig
 from reslab.models.initialisation import stream_writers
+from reslab.probes import stacks
 from reslab.ratio_rules import law
 from reslab.schema import Settings
 from reslab.training import Model, build, loss_of
@@ -80,13 +82,15 @@ class Planted(NamedTuple):
     exploding_wrong: int
     """The same of "ratio above 1"."""
     dead_gradient: float
-    """Gradient norm of the dead sublayer's writing matrix, relative to the same before it was planted."""
+    """Gradient norm of all the dead sublayer's matrices but the writing one, relative to that before it was planted."""
+    writer_gradient: float
+    """The same of the writing matrix, the one that is zero."""
 
 
 def planted(exact: Exact, seed: int, factor: float) -> Planted:
     """The middle block's attention writes nothing, the last block's MLP `factor` times as much."""
     dead, exploding = exact.depth // 2 * 2, 2 * exact.depth - 1
-    healthy = _writer_gradient(exact, seed, dead, 1.0)
+    before, after = (_gradients(exact, seed, dead, of_writer) for of_writer in (1.0, 0.0))
     model, inputs, _ = _model(exact, seed)
     multiply_writer(model, dead, 0.0)
     multiply_writer(model, exploding, factor)
@@ -94,13 +98,28 @@ def planted(exact: Exact, seed: int, factor: float) -> Planted:
     return Planted(
         dead_wrong=sum((ratio < rule.dead_below) != (i == dead) for i, ratio in enumerate(ratios)),
         exploding_wrong=sum((ratio > rule.rewriting_above) != (i == exploding) for i, ratio in enumerate(ratios)),
-        dead_gradient=_writer_gradient(exact, seed, dead, 0.0) / healthy,
+        dead_gradient=after.others / before.others,
+        writer_gradient=after.writer / before.writer,
     )
 
 
-def _writer_gradient(exact: Exact, seed: int, sublayer: int, factor: float) -> float:
+class _Gradients(NamedTuple):
+    """Norms of the gradients of one sublayer's matrices: of the one that writes to the stream, and of all others."""
+
+    writer: float
+    others: float
+
+
+def _gradients(exact: Exact, seed: int, sublayer: int, factor: float) -> _Gradients:
+    """With the sublayer's writing matrix multiplied by `factor`."""
     model, inputs, targets = _model(exact, seed)
     multiply_writer(model, sublayer, factor)
     loss_of(model(inputs), targets).backward()
-    gradient = stream_writers(model)[sublayer].grad
-    return math.nan if gradient is None else float(torch.linalg.vector_norm(gradient))
+    [stack], writer = stacks(model), stream_writers(model)[sublayer]
+    others = [p for p in stack.sublayers()[sublayer].branch.parameters() if p.ndim == 2 and p is not writer]
+    return _Gradients(_norm([writer]), _norm(others))
+
+
+def _norm(matrices: Sequence[torch.Tensor]) -> float:
+    """Of their gradients, taken together."""
+    return float(get_total_norm([matrix.grad for matrix in matrices if matrix.grad is not None]))

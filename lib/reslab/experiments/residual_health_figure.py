@@ -168,7 +168,7 @@ def _draw_areas(axes: Axes, early: Sequence[Early]) -> None:
     axes.set_xticks(range(len(SIGNS)), [sign.replace(" ", "\n", 1) for sign in SIGNS], fontsize=7)
     axes.set(xlim=(-0.5, len(SIGNS) - 0.5), ylim=(-0.05, 1.05), title="What foretells failure?")
     axes.set_yticks([0, 0.25, 0.5, 0.75, 1])
-    axes.set(ylabel="area under the ROC curve", xlabel="known at the early step (dots: seeds)")
+    axes.set(ylabel="area under the ROC curve", xlabel="known early, read as other seeds show (dots: seeds)")
     plotting.legend_beside(axes, ncols=1)
 
 

@@ -13,7 +13,15 @@ from pydantic import Field, field_validator
 
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
-from reslab.curves import bracket, context_free_losses, early_loss, first_below, label, largest_rise, spikes
+from reslab.curves import (
+    bracket,
+    context_free_losses,
+    early_loss,
+    excess_rise,
+    first_use_of_context,
+    label,
+    spikes,
+)
 from reslab.experiments.pre_vs_post_ln_grid import fails, outcomes
 from reslab.experiments.residual_scale_exact import (
     LOW,
@@ -33,7 +41,7 @@ from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import Estimate, deterministic, mean_of, paired_difference
 from reslab.sweep import run_all
-from reslab.training import STALL_MARGIN, RunConfig, RunRecord
+from reslab.training import RunConfig, RunRecord
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -53,16 +61,17 @@ def _stability_questions(name: str, scale: float) -> dict[str, Question]:
     asked = {
         f"calmer_{name}": (
             f"share of the rates, {versus}",
-            f"scale {scale:g} jumps, stalls or diverges at fewer of the rates than scale 1 ({{deep}} blocks)",
+            f"scale {scale:g} jumps, stalls or diverges at fewer of the {{rates}} rates than scale 1; to be "
+            "still falling is no failure ({deep} blocks)",
         ),
         f"bears_{name}": (
             f"steps in the list of rates, {scale:g} - 1",
-            f"scale {scale:g} bears a higher learning rate than scale 1 ({{deep}} blocks)",
+            f"scale {scale:g} bears a higher learning rate than scale 1 ({{deep}} blocks, whole steps)",
         ),
         f"rise_{name}": (
             f"nats per byte, {versus}",
-            f"the loss of scale {scale:g} rises less above its lowest value, in the mean over the rates "
-            "({deep} blocks)",
+            f"the loss of scale {scale:g}, less the context-free guess's on the same batches, rises less above its "
+            "lowest value, in the mean over the rates ({deep} blocks)",
         ),
     }
     return {key: Question("A4.3a", "trained", *question) for key, question in asked.items()}
@@ -142,7 +151,7 @@ QUESTIONS = {
         "A7",
         "trained",
         "|ln of the ratio of steps|",
-        "they differ in speed: in the steps until the loss is below unigram entropy",
+        "they differ in speed: in the steps until the loss is below the context-free guess's on the same batches",
     ),
     "speed_early": Question(
         "A7", "trained", "nats per byte, |difference|", "they differ in speed: in the loss of the first quarter"
@@ -151,13 +160,19 @@ QUESTIONS = {
         "A7",
         "trained",
         "|steps in the list of rates|",
-        "they differ in stability: in the highest rate they bear ({deep} blocks)",
+        "they differ in stability: in the highest rate they bear ({deep} blocks, whole steps)",
     ),
     "stability_fails": Question(
-        "A7", "trained", "|share of the rates|", "they differ in stability: in how many rates they fail at"
+        "A7",
+        "trained",
+        "|share of the rates|",
+        "they differ in stability: in at how many of the {rates} rates they jump, stall or diverge",
     ),
     "stability_rise": Question(
-        "A7", "trained", "nats per byte, |difference|", "they differ in stability: in how far the loss rises"
+        "A7",
+        "trained",
+        "nats per byte, |difference|",
+        "they differ in stability: in how far the loss, less the guess's on the same batches, rises",
     ),
 }
 """What is asked, by the name of its criterion in params.yaml. Where a sentence says that two things differ but not
@@ -214,6 +229,7 @@ def _judged(params: Params, estimates: Mapping[str, Estimate]) -> list[Check]:
     numbers = {
         "shallow": section.depth,
         "deep": section.deep.depth,
+        "rates": len(section.deep.learning_rates),
         "exact_deep": section.exact.decoder.depth,
         "jacobian_deep": section.exact.jacobian.depth,
     }
@@ -284,13 +300,13 @@ def grid(params: Params) -> dict[Cell, list[RunRecord]]:
 
 
 def grid_table(tried: Grid) -> pd.DataFrame:
-    """One row a cell: what became of its runs, the mean of the largest rises, mean test loss."""
+    """One row a cell: what became of its runs, the mean of the largest rises (see `rises`), mean test loss."""
     rows = [
         {
             "scale": scale,
             "rate": rate,
             "outcomes": outcomes(records),
-            "largest rise": float(np.mean(each(records, lambda record: largest_rise(record.train_loss)))),
+            "largest rise": float(np.mean(each(records, excess_rise))),
             "test loss": float(np.mean(held_out(records))),
         }
         for (scale, rate), records in tried.items()
@@ -357,14 +373,12 @@ def share_failed(tried: Grid, scale: float) -> list[float]:
 
 
 def rises(tried: Grid, scale: float) -> list[float]:
-    """By seed: how far the loss (mean of ten steps) ever rises above its lowest value, in the mean over the rates.
+    """By seed: how far the loss less the guess's on the same batches (mean of ten steps) ever rises above its lowest
+    value, in the mean over the rates.
 
     Not a number where a run diverged.
     """
-    return [
-        float(np.mean(each(list(records.values()), lambda r: largest_rise(r.train_loss))))
-        for records in by_seed(tried, scale)
-    ]
+    return [float(np.mean(each(list(records.values()), excess_rise))) for records in by_seed(tried, scale)]
 
 
 def _minus(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
@@ -391,8 +405,8 @@ def checks_stability(params: Params, tried: Grid) -> list[Check]:
 
 
 def steps_to_context(records: Sequence[RunRecord]) -> list[float]:
-    """The step (from 1) at which the smoothed loss comes below the best context-free guess, less `STALL_MARGIN`."""
-    return each(records, lambda r: 1 + first_below(r.train_loss, r.context_free_loss - STALL_MARGIN))
+    """See `curves.first_use_of_context`; steps from 1."""
+    return each(records, lambda record: 1 + first_use_of_context(record))
 
 
 def _early(records: Sequence[RunRecord]) -> list[float]:

@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 
 from reslab import plotting
 from reslab.comparison import Runs, each, held_out
-from reslab.curves import label, largest_rise
+from reslab.curves import excess_rise, label
 from reslab.experiments.pre_vs_post_ln_figure import MARKS
 from reslab.experiments.residual_scale import DEEP_SCALES, SHALLOW_SCALES, TITLE, Grid, arm_name
 from reslab.experiments.residual_scale_exact import SCALES, growth_law
@@ -92,13 +92,13 @@ def _draw_rises(axes: Axes, params: Params, tried: Grid) -> None:
         name, means = arm_name(scale), []
         at = [column + 0.18 * (place - 1) for column in range(len(deep.learning_rates))]
         for x, rate in zip(at, deep.learning_rates, strict=True):
-            values = each(tried[scale, rate], lambda record: largest_rise(record.train_loss))
+            values = each(tried[scale, rate], excess_rise)
             plotting.interval(axes, x, values, plotting.colour(name))
             means.append(float(np.mean(values)))
         axes.plot(at, means, color=plotting.colour(name), linewidth=1, label=name)
     axes.set_xticks(range(len(deep.learning_rates)), [f"{rate:g}" for rate in deep.learning_rates])
     axes.set_title(f"{deep.depth} blocks: how far the loss rises again")
-    axes.set(xlabel="peak learning rate", ylabel="largest rise (nats, mean of 10 steps)")
+    axes.set(xlabel="peak learning rate", ylabel="largest rise, guess taken off (nats)")
     axes.legend()
 
 

@@ -11,8 +11,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, RateSweep, Runs, choose_rates, each, held_out, train_arms
-from reslab.curves import Bracket, bracket, label, largest_rise
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
+from reslab.curves import Bracket, bracket, excess_rise, label
 from reslab.experiments.runs import decoder_run
 from reslab.experiments.sandwich_ln_exact import Exact, exact_estimates, growth, seen_scales
 from reslab.experiments.sandwich_ln_mismatch import Mismatched
@@ -97,7 +97,8 @@ QUESTIONS = {
             "A5.2a",
             "trained",
             "nats, less Pre-LN's",
-            f"{method}: the largest rise of the training loss is as small as Pre-LN's ({{depth}} blocks)",
+            f"{method}: the training loss, less the context-free guess's on the same batches, rises as little as "
+            "Pre-LN's ({depth} blocks)",
         )
         for method, short in SHORT.items()
     },
@@ -106,7 +107,7 @@ QUESTIONS = {
             "A5.2a",
             "trained",
             "rates of the grid, less Pre-LN's",
-            f"{method} bears the same largest learning rate ({{small}} blocks)",
+            f"{method} bears the same largest learning rate ({{small}} blocks, whole steps of the grid)",
         )
         for method in STABILITY_METHODS[1:]
     },
@@ -326,7 +327,7 @@ def arms(params: Params) -> list[Arm]:
 
 def rates(params: Params) -> pd.DataFrame:
     """Stage one of the comparison: a learning rate for every arm."""
-    sweep = RateSweep(seed=params.sweep.seed, steps=params.claims.sandwich_ln.sweep_steps)
+    sweep = params.sweep.of(params.claims.sandwich_ln.sweep_steps)
     return choose_rates(arms(params), sweep, params.execution)
 
 
@@ -353,8 +354,8 @@ def losses(params: Params, trained: Runs) -> pd.DataFrame:
 
 
 def rises(records: Sequence[RunRecord]) -> list[float]:
-    """How far each run's smoothed training loss ever rises, in nats; not a number for one that diverged."""
-    return each(records, lambda record: largest_rise(record.train_loss))
+    """How far each run's loss, less the guess's on the same batches, ever rises; not a number for one that diverged."""
+    return each(records, excess_rise)
 
 
 def checks_equal(params: Params, trained: Runs) -> list[Check]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, RateSweep, Runs, choose_rates, each, held_out, train_arms
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
 from reslab.experiments.state_space_residuals_exact import (
     DIAGONAL,
     INCREMENT,
@@ -263,7 +263,7 @@ def recall_arms(params: Params) -> list[Arm]:
 
 def rates(params: Params) -> pd.DataFrame:
     """Stage one of the comparison: a learning rate for every arm."""
-    sweep = RateSweep(seed=params.sweep.seed, steps=params.claims.state_space_residuals.sweep_steps)
+    sweep = params.sweep.of(params.claims.state_space_residuals.sweep_steps)
     return choose_rates(recall_arms(params), sweep, params.execution)
 
 
