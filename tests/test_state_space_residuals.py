@@ -166,7 +166,7 @@ def test_arms_of_the_cpu_preset() -> None:
 
 
 def test_cpu_preset_keeps_to_its_budget() -> None:
-    """Core milliseconds: 1.5 a step and block, and 0.3 more a token where time is a loop; four minutes of two cores."""
+    """Core milliseconds: 1.5 a step and block, and 0.3 more a token where time is a loop; 4.5 minutes of two cores."""
     settings = params.preset("cpu")
     section, spent = settings.claims.state_space_residuals, 0.0
     for arm in claim.recall_arms(settings):
@@ -174,7 +174,7 @@ def test_cpu_preset_keeps_to_its_budget() -> None:
         loop = getattr(arm.config.model, "mixer", "diagonal") != "diagonal"
         length = getattr(arm.config.task, "length", 0)
         spent += arm.config.model.depth * steps * (5 + (0.3 if loop else 0.08) * length)
-    assert spent < 480_000
+    assert spent < 540_000
 
 
 # --- recall ---------------------------------------------------------------------------------------
