@@ -14,6 +14,7 @@ from reslab.curves import (
     early_loss,
     excess_losses,
     excess_rise,
+    failures,
     first_below,
     first_use_of_context,
     label,
@@ -153,6 +154,22 @@ def test_threshold_lies_between_two_rates(
     found = bracket(dict(zip((0.001, 0.01, 0.1, 1.0), by_rate, strict=True)))
     assert found == (bears, fails)
     assert str(found) == words
+
+
+@pytest.mark.parametrize(
+    ("by_rate", "failed"),
+    [
+        ((T, X, S, D), (False, True, True, True)),
+        ((W, T, T, X), (False, False, False, True)),
+        ((X, T, T, D), (False, False, False, True)),  # a lower rate that got nowhere was slow
+        ((X, S, D, D), (False, True, True, True)),  # a run that jumped did get somewhere
+        ((D, T, T, T), (True, False, False, False)),
+        ((X, X, X, D), (True, True, True, True)),  # no rate trains: none was too slow
+    ],
+)
+def test_slow_runs_did_not_fail(by_rate: tuple[Label, ...], failed: tuple[bool, ...]) -> None:
+    found = failures(dict(zip((0.001, 0.01, 0.1, 1.0), by_rate, strict=True)))
+    assert tuple(found.values()) == failed
 
 
 def test_a_censored_threshold_is_not_a_number() -> None:

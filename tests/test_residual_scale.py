@@ -19,7 +19,6 @@ from reslab.experiments import residual_scale_figure as figure
 from reslab.experiments.residual_scale_inside import Inside, look_inside
 from reslab.params import Params
 from reslab.schema import UserError
-from reslab.stats import mean_of
 from reslab.training import RunRecord
 
 SECTION = "residual_scale"
@@ -166,13 +165,6 @@ def test_runs_of_the_cpu_preset() -> None:
     deep = claim.scaled_run(settings, section.deep.depth, 0.1, section.deep.steps)
     assert deep.model.connection.model_dump()["scale"] == 0.1
     assert (deep.model.depth, deep.optimisation.steps) == (48, 36)
-
-
-def test_folded_is_never_negative() -> None:
-    assert claim.folded([-1.0, -3.0]).value == 2
-    assert claim.folded([-1.0, -3.0]).low == -(mean_of([-1.0, -3.0]).high or 0)
-    assert claim.folded([1.0, 3.0]) == mean_of([1.0, 3.0])
-    assert claim.folded([1.0, math.nan]).value is None
 
 
 def test_stability_by_hand(settings: Params, tried: Tried) -> None:

@@ -12,6 +12,7 @@ from reslab.stats import (
     deterministic,
     detrended,
     fisher_g,
+    folded,
     mean_of,
     paired_difference,
     slope,
@@ -147,3 +148,10 @@ def test_detectable_is_the_mean_whose_interval_is_clear_of_zero_four_times_in_fi
 def test_slope_is_the_exponent_of_a_power_law() -> None:
     depths = np.array([6, 12, 24])
     assert slope(np.log(depths).tolist(), np.log(3 * depths**-0.5).tolist()) == pytest.approx(-0.5)
+
+
+def test_folded_is_never_negative() -> None:
+    assert folded([-1.0, -3.0]).value == 2
+    assert folded([-1.0, -3.0]).low == -(mean_of([-1.0, -3.0]).high or 0)
+    assert folded([1.0, 3.0]) == mean_of([1.0, 3.0])
+    assert folded([1.0, math.nan]).value is None

@@ -23,6 +23,7 @@ __all__ = [
     "early_loss",
     "excess_losses",
     "excess_rise",
+    "failures",
     "first_below",
     "first_use_of_context",
     "label",
@@ -108,6 +109,18 @@ def label(record: RunRecord) -> Label:
         return "stalled"
     before, last = record.train_loss[-2 * quarter : -quarter], record.train_loss[-quarter:]
     return "slow" if np.mean(before) - np.mean(last) > STILL_FALLING else "stalled"
+
+
+def failures(labels: Mapping[float, Label]) -> dict[float, bool]:
+    """Which of runs that are alike but for their rate failed, by rate: they jumped, stalled or diverged.
+
+    One that is slow did not fail. It is labelled so, or it has come to stand still, as its rate falls with the steps,
+    before it got anywhere, and a higher rate does train.
+    """
+    lowest = min((rate for rate, its in labels.items() if its in ("trained", "spiked")), default=-math.inf)
+    return {
+        rate: its in ("spiked", "diverged") or (its == "stalled" and not rate < lowest) for rate, its in labels.items()
+    }
 
 
 # --- the threshold learning rate ------------------------------------------------------------------

@@ -13,6 +13,7 @@ __all__ = [
     "detectable",
     "deterministic",
     "fisher_g",
+    "folded",
     "mean_of",
     "moving_average",
     "paired_difference",
@@ -72,6 +73,16 @@ def mean_of(values: Sequence[float]) -> Estimate:
 def paired_difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
     """Mean of ours - theirs, seed by seed."""
     return mean_of([a - b for a, b in zip(ours, theirs, strict=True)])
+
+
+def folded(differences: Sequence[float]) -> Estimate:
+    """The mean of differences with its interval, mirrored where the mean is negative: how large, whichever way.
+
+    Where the interval lies above a margin the two-sided test rejects that the mean is within the margin; where it lies
+    below the margin, the mean is within.
+    """
+    mean = mean_of(differences)
+    return mean_of([-d for d in differences]) if mean.value is not None and mean.value < 0 else mean
 
 
 def detectable(differences: Sequence[float], power: float = 0.8) -> float:

@@ -29,11 +29,10 @@ from reslab.experiments.attention_residual_gains_arms import (
     text_arms,
 )
 from reslab.experiments.attention_residual_gains_inside import Inside, column, look_inside
-from reslab.experiments.residual_scale import folded
 from reslab.flops import forward_flops, modelled_cost, training_flops
 from reslab.models.decoder import DecoderConfig
 from reslab.schema import Settings
-from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_difference, slope
+from reslab.stats import Estimate, detectable, deterministic, folded, mean_of, paired_difference, slope
 from reslab.training import RunRecord
 
 if TYPE_CHECKING:

@@ -21,10 +21,11 @@ from reslab.experiments.pre_vs_post_ln_grid import (
     best_rate,
     brackets,
     cells,
-    fails,
+    failed,
     jumps,
     run_config,
     share,
+    share_failed,
     tuned_post,
 )
 from reslab.residuals import ConnectionConfig
@@ -392,9 +393,13 @@ def _pre_at_posts_rate(params: Params, tried: Grid) -> list[RunRecord]:
 
 def _failed_with_a_jump(params: Params, tried: Grid) -> list[float]:
     """By seed: the share of Post-LN's failed runs whose loss jumped; not a number where none failed."""
-    failed = share(tried, cells(params, "Post-LN"), fails)
-    both = share(tried, cells(params, "Post-LN"), lambda record: fails(record) and jumps(record))
-    return [part / whole if whole else math.nan for part, whole in zip(both, failed, strict=True)]
+    found = failed(tried)
+    runs = [pair for cell in cells(params, "Post-LN") for pair in zip(tried[cell], found[cell], strict=True)]
+    shares = []
+    for seed in params.seeds:
+        jumped = [jumps(record) for record, ill in runs if ill and record.config.seed == seed]
+        shares.append(float(np.mean(jumped)) if jumped else math.nan)
+    return shares
 
 
 def checks_stability(params: Params, tried: Grid) -> list[Check]:
@@ -411,7 +416,7 @@ def checks_stability(params: Params, tried: Grid) -> list[Check]:
         no_false_spikes=deterministic(sum(len(spikes(context_free_losses(record))) for record in seen)),
         falls_faster=paired_difference(_early(params, post), _early(params, pre)),
         falls_faster_same_rate=paired_difference(_early(params, post), _early(params, same)),
-        post_unstable=mean_of(share(tried, at_highest, fails)),
+        post_unstable=mean_of(share_failed(tried, at_highest)),
         post_spikes=mean_of(_failed_with_a_jump(params, tried)),
         pre_calm=mean_of(share(tried, cells(params, "Pre-LN"), jumps)),
         threshold_gap=mean_of(gap),

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from reslab.comparison import Runs, held_out
-from reslab.curves import Bracket, bracket, label, spikes
+from reslab.curves import Bracket, bracket, failures, label, spikes
 from reslab.experiments.runs import decoder_run
 from reslab.residuals import ConnectionConfig, Placement
 from reslab.stats import mean_of
@@ -151,9 +151,22 @@ def share(tried: Grid, chosen: Sequence[Cell], test: Callable[[RunRecord], bool]
     return [float(np.mean([test(record) for record in records])) for records in by_seed]
 
 
-def fails(record: RunRecord) -> bool:
-    """The run jumped, stalled or diverged; one that is merely slow did not fail."""
-    return label(record) in ("spiked", "stalled", "diverged")
+def failed(tried: Grid) -> dict[Cell, list[bool]]:
+    """Of each run, whether it failed: see `curves.failures`, over the rates of its method, depth and seed."""
+    found: dict[Cell, list[bool]] = {cell: [] for cell in tried}
+    for method, depth in dict.fromkeys(cell[:2] for cell in tried):
+        rates = [rate for m, d, rate in tried if (m, d) == (method, depth)]
+        by_seed = zip(*([label(record) for record in tried[method, depth, rate]] for rate in rates), strict=True)
+        for labels in by_seed:
+            for rate, its in failures(dict(zip(rates, labels, strict=True))).items():
+                found[method, depth, rate].append(its)
+    return found
+
+
+def share_failed(tried: Grid, chosen: Sequence[Cell]) -> list[float]:
+    """By seed: the share of the cells whose run failed."""
+    found = failed(tried)
+    return [float(np.mean(of_seed)) for of_seed in zip(*(found[cell] for cell in chosen), strict=True)]
 
 
 def jumps(record: RunRecord) -> bool:

@@ -407,7 +407,7 @@ class Early:
     cell: grid02.Cell
     seed: int
     failed: bool
-    """It jumped, stalled or diverged later."""
+    """It jumped, stalled or diverged later; merely slow it did not: `curves.failures`."""
     ratio: float
     """The largest over the sublayers; infinite where the run was lost before."""
     ratio_start: float
@@ -441,7 +441,9 @@ def early_runs(params: Params, tried: grid02.Grid) -> list[Early]:
     records = [(cell, record) for cell in cells for record in tried[cell]]
     watches = [Watch(record.config, step, step) for _, record in records]
     seen = replay_all(watches, params.execution, "first steps of claim 02's runs")
-    return [_early(cell, record, replay, step) for (cell, record), replay in zip(records, seen, strict=True)]
+    ill = [its for cell, of_cell in grid02.failed(tried).items() if cell in cells for its in of_cell]
+    rows = zip(records, seen, ill, strict=True)
+    return [_early(cell, record, replay, step, failed=its) for (cell, record), replay, its in rows]
 
 
 def early_step(params: Params) -> int:
@@ -449,13 +451,13 @@ def early_step(params: Params) -> int:
     return max(1, round(params.claims.residual_health.early * params.claims.pre_vs_post_ln.steps))
 
 
-def _early(cell: grid02.Cell, record: RunRecord, replay: Replay, step: int) -> Early:
+def _early(cell: grid02.Cell, record: RunRecord, replay: Replay, step: int, *, failed: bool) -> Early:
     lost = len(replay.losses) <= step
     pairs = zip(replay.losses, record.train_loss, strict=False)
     return Early(
         cell=cell,
         seed=record.config.seed,
-        failed=grid02.fails(record),
+        failed=failed,
         ratio=replay.largest(step),
         ratio_start=replay.largest(0),
         loss=math.inf if lost else float(np.mean(replay.losses[1:])),

@@ -18,11 +18,12 @@ from reslab.curves import (
     context_free_losses,
     early_loss,
     excess_rise,
+    failures,
     first_use_of_context,
     label,
     spikes,
 )
-from reslab.experiments.pre_vs_post_ln_grid import fails, outcomes
+from reslab.experiments.pre_vs_post_ln_grid import outcomes
 from reslab.experiments.residual_scale_exact import (
     LOW,
     MODERATE,
@@ -39,7 +40,7 @@ from reslab.experiments.residual_scale_inside import Inside, look_inside
 from reslab.experiments.runs import decoder_run
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
-from reslab.stats import Estimate, deterministic, mean_of, paired_difference
+from reslab.stats import Estimate, deterministic, folded, mean_of, paired_difference
 from reslab.sweep import run_all
 from reslab.training import RunConfig, RunRecord
 
@@ -176,7 +177,7 @@ QUESTIONS = {
     ),
 }
 """What is asked, by the name of its criterion in params.yaml. Where a sentence says that two things differ but not
-which way, the estimate is folded: see `folded`."""
+which way, the estimate is folded: see `stats.folded`."""
 
 Criteria = criteria_model(QUESTIONS)
 
@@ -341,16 +342,6 @@ def inside(params: Params, trained: Runs) -> dict[str, list[Inside]]:
 # --- checks on runs -------------------------------------------------------------------------------
 
 
-def folded(differences: Sequence[float]) -> Estimate:
-    """The mean of differences with its interval, mirrored where the mean is negative: how large, whichever way.
-
-    Where the interval lies above a margin the two-sided test rejects that the mean is within the margin; where it lies
-    below the margin, the mean is within.
-    """
-    mean = mean_of(differences)
-    return mean_of([-d for d in differences]) if mean.value is not None and mean.value < 0 else mean
-
-
 def by_seed(tried: Grid, scale: float) -> list[dict[float, RunRecord]]:
     """A scale's records by rate, one dictionary a seed."""
     rates_ = [rate for s, rate in tried if s == scale]
@@ -368,8 +359,9 @@ def places_borne(tried: Grid, scale: float) -> list[float]:
 
 
 def share_failed(tried: Grid, scale: float) -> list[float]:
-    """By seed: the share of the rates at which a run jumps, stalls or diverges."""
-    return [float(np.mean([fails(r) for r in records.values()])) for records in by_seed(tried, scale)]
+    """By seed: the share of the rates at which a run fails (`curves.failures`)."""
+    labels = [{rate: label(record) for rate, record in records.items()} for records in by_seed(tried, scale)]
+    return [float(np.mean(list(failures(of_seed).values()))) for of_seed in labels]
 
 
 def rises(tried: Grid, scale: float) -> list[float]:
