@@ -165,6 +165,24 @@ def test_reasons_name_what_does_not_hold() -> None:
     assert verdict(done)[1] == "1 of 3 checks hold; fail: A1 slope; undecided: A1 rank"
 
 
+def test_each_sentence_has_a_verdict_of_its_own() -> None:
+    outcomes: dict[str, list[Outcome]] = {
+        "A2.1": ["holds", "holds"],
+        "A1": ["fails", "undecided"],
+        "A2.2": ["holds", "fails"],
+        "A3.1": ["undecided"],
+    }
+    done = [checked(o).model_copy(update={"sentence": s}) for s, of_s in outcomes.items() for o in of_s]
+    done += [checked("holds", "control").model_copy(update={"sentence": "A3.2"})]
+    assert list(claims.by_sentence(done).items()) == [
+        ("A2.1", "supported"),
+        ("A1", "refuted"),
+        ("A2.2", "partly supported"),
+        ("A3.1", "inconclusive"),
+    ]
+    assert claims.by_sentence([*done, checked("fails", "control")]) == {}
+
+
 # --- records --------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 import pandas as pd
 from pydantic import create_model, model_validator
@@ -25,6 +25,7 @@ __all__ = [
     "Role",
     "Section",
     "Verdict",
+    "by_sentence",
     "criteria_model",
     "judge",
     "read",
@@ -193,7 +194,7 @@ def verdict(checks: Sequence[Check]) -> tuple[Verdict, str]:
     if lost:
         return "inconclusive", f"control not met: {', '.join(lost)}"
     claims = [c for c in checks if c.role != "control"]
-    counts = {outcome: [c for c in claims if c.outcome == outcome] for outcome in ("holds", "fails", "undecided")}
+    counts = {outcome: [c for c in claims if c.outcome == outcome] for outcome in get_args(Outcome)}
     controls = len(checks) - len(claims)
     because = f"{len(counts['holds'])} of {len(claims)} checks hold" + (
         f" ({controls} controls met)" if controls else ""
@@ -201,11 +202,25 @@ def verdict(checks: Sequence[Check]) -> tuple[Verdict, str]:
     for outcome, word in (("fails", "fail"), ("undecided", "undecided")):
         if counts[outcome]:
             because += f"; {word}: " + ", ".join(f"{c.sentence} {c.name}" for c in counts[outcome])
-    if claims and len(counts["holds"]) == len(claims):
-        return "supported", because
-    if counts["holds"]:
-        return "partly supported", because
-    return ("refuted" if counts["fails"] else "inconclusive"), because
+    return _word([c.outcome for c in claims]), because
+
+
+def _word(outcomes: Sequence[Outcome]) -> Verdict:
+    if "holds" not in outcomes:
+        return "refuted" if "fails" in outcomes else "inconclusive"
+    return "supported" if set(outcomes) == {"holds"} else "partly supported"
+
+
+def by_sentence(checks: Sequence[Check]) -> dict[str, Verdict]:
+    """The verdict on each sentence by itself, in the order of the checks: one that holds says nothing of another.
+
+    None (empty) where a control does not hold, for then nothing is said.
+    """
+    if any(c.role == "control" and c.outcome != "holds" for c in checks):
+        return {}
+    claims = [c for c in checks if c.role != "control"]
+    sentences = dict.fromkeys(c.sentence for c in claims)
+    return {sentence: _word([c.outcome for c in claims if c.sentence == sentence]) for sentence in sentences}
 
 
 def write(record: Record, folder: Path) -> Path:

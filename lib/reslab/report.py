@@ -48,6 +48,11 @@ def _shown_verdict(record: Record) -> str:
     return record.verdict + (" (smoke: not meaningful)" if record.scale == "smoke" else "")
 
 
+def _by_sentence(record: Record) -> str:
+    """The verdicts on a claim's sentences, such as "A2.1 supported, A2.2 refuted"; empty where a control is lost."""
+    return ", ".join(f"{sentence} {word}" for sentence, word in claims.by_sentence(record.checks).items())
+
+
 def _row(*cells: object) -> str:
     """A row of a Markdown table; bars in cells are escaped."""
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
@@ -84,6 +89,8 @@ def _markdown(found: list[Record]) -> str:
             "",
             f"**{_shown_verdict(record)}**: {record.because}.",
         ]
+        if alone := _by_sentence(record):
+            lines += ["", f"By sentence: {alone}."]
         lines += ["", f"![{record.title}]({record.claim}.png)", ""]
         lines += [
             "| sentence | name | check | estimate [95 % interval] | unit | holds if | outcome |",
@@ -174,5 +181,7 @@ def scoreboard() -> str:
         lines.append(f"{record.claim:{width}}  {_shown_verdict(record)}")
         lines.append(f"{'':{width}}  {key.statement}: {key.estimate} {key.unit}: {key.outcome}")
         lines.append(f"{'':{width}}  {record.because}")
+        if alone := _by_sentence(record):
+            lines.append(f"{'':{width}}  by sentence: {alone}")
     lines.append(f"figures and every check: {paths.FIGURES / 'README.md'}")
     return "\n".join(lines)
