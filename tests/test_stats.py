@@ -14,7 +14,9 @@ from reslab.stats import (
     fisher_g,
     folded,
     mean_of,
+    median_of,
     paired_difference,
+    share_of,
     slope,
     unexplained_share,
 )
@@ -64,6 +66,42 @@ def test_equal_values_have_a_point_for_an_interval() -> None:
     assert (found.value, found.low, found.high) == (0.5, 0.5, 0.5)
 
 
+@pytest.mark.parametrize(("n", "rank"), [(6, 1), (8, 1), (9, 2), (12, 3), (17, 5)])
+def test_interval_of_a_median_is_the_sign_tests(n: int, rank: int) -> None:
+    """Ranks of tables of the sign test, and what they promise: the next one would cover less than 95 %."""
+    values = np.random.default_rng(n).permutation(n) + 1.0
+    found = median_of(values.tolist())
+    assert (found.value, found.low, found.high, found.n) == ((n + 1) / 2, rank, n + 1 - rank, n)
+    coverage = [1 - 2 * scipy_stats.binom.cdf(k - 1, n, 0.5) for k in (rank, rank + 1)]
+    assert coverage[0] >= 0.95 > coverage[1]
+
+
+def test_interval_of_a_median_covers_it_as_often_as_it_says() -> None:
+    """Also where values are far from normal: of a lognormal with median 1, at 1 - 20/512."""
+    draws = np.random.default_rng(0).lognormal(0, 2, (4000, 9))
+    intervals = [median_of(row) for row in draws.tolist()]
+    covered = sum(i.low < 1 < i.high for i in intervals if i.low is not None and i.high is not None)
+    assert covered / 4000 == pytest.approx(1 - 20 / 512, abs=0.01)
+
+
+def test_one_disturbed_value_of_nine_hardly_moves_a_median() -> None:
+    calm = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05, 1.06, 1.07, 1.08]
+    disturbed = median_of([*calm[:-1], 50.0])
+    assert disturbed == median_of(calm)
+    assert (disturbed.value, disturbed.low, disturbed.high) == (1.04, 1.01, 1.07)
+
+
+def test_fewer_than_six_values_give_a_median_no_interval() -> None:
+    assert median_of([3.0, 1.0, 2.0, 5.0, 4.0]) == Estimate(value=3.0, low=None, high=None, n=5)
+    assert median_of([2.0, 1.0]).value == 1.5
+
+
+def test_median_of_nothing_or_of_what_is_not_finite() -> None:
+    assert median_of([1.0] * 8 + [math.nan]) == Estimate(value=None, low=None, high=None, n=9)
+    with pytest.raises(ValueError, match="a median needs at least one"):
+        median_of([])
+
+
 def test_difference_is_paired() -> None:
     """Seeds differ much more than arms do: pairing takes that out."""
     ours, theirs = [1.1, 5.2, 9.3], [1.0, 5.0, 9.0]
@@ -85,6 +123,20 @@ def test_deterministic_value_is_a_point() -> None:
 def test_estimates_have_six_digits() -> None:
     assert mean_of([1 / 3]).value == 0.333333
     assert deterministic(1e6 / 3).value == 333333.0
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 3), (1, 3), (3, 3), (0, 1), (1, 1), (17, 40)])
+def test_share_has_the_exact_interval(k: int, n: int) -> None:
+    found = share_of([True] * k + [False] * (n - k))
+    wanted = scipy_stats.binomtest(k, n).proportion_ci(0.95, method="exact")
+    assert (found.value, found.low, found.high) == pytest.approx((k / n, wanted.low, wanted.high), rel=1e-5)
+    assert found.n == n
+
+
+def test_three_of_three_runs_are_little_evidence() -> None:
+    assert str(share_of([True] * 3)) == "1 [0.292, 1] (n=3)"
+    with pytest.raises(ValueError, match="at least one run"):
+        share_of([])
 
 
 # --- oscillation ----------------------------------------------------------------------------------

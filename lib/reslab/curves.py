@@ -112,15 +112,17 @@ def label(record: RunRecord) -> Label:
 
 
 def failures(labels: Mapping[float, Label]) -> dict[float, bool]:
-    """Which of runs that are alike but for their rate failed, by rate: they jumped, stalled or diverged.
+    """Which of runs that are alike but for their rate failed, by rate: all that did not train without a spike, but for
+    those that were merely too slow.
 
-    One that is slow did not fail. It is labelled so, or it has come to stand still, as its rate falls with the steps,
-    before it got anywhere, and a higher rate does train.
+    Too slow is a run below the lowest rate that trains (with or without a spike) that is slow, or that came to stand
+    still, as its rate falls with the steps, before it got anywhere. Above that rate both are failures: there a lower
+    rate trains, and this one is more than the model bears. Where no rate trains, runs that are slow did not fail, and
+    those that stand still did.
     """
-    lowest = min((rate for rate, its in labels.items() if its in ("trained", "spiked")), default=-math.inf)
-    return {
-        rate: its in ("spiked", "diverged") or (its == "stalled" and not rate < lowest) for rate, its in labels.items()
-    }
+    lowest = min((rate for rate, its in labels.items() if its in ("trained", "spiked")), default=math.inf)
+    too_slow = {"slow"} if lowest == math.inf else {"slow", "stalled"}
+    return {rate: its != "trained" and not (its in too_slow and rate < lowest) for rate, its in labels.items()}
 
 
 # --- the threshold learning rate ------------------------------------------------------------------

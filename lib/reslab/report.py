@@ -106,8 +106,9 @@ def _markdown(found: list[Record]) -> str:
                 "",
                 f"Best rate at the edge of the rates tried, so a better one may lie beyond: {'; '.join(edges)}.",
             ]
-        lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
-        lines += [_row(p.what, p.published, p.ours, p.source) for p in record.published]
+        if record.published:
+            lines += ["", "| published | their number | ours | source |", "|---|---|---|---|"]
+            lines += [_row(p.what, p.published, p.ours, p.source) for p in record.published]
     texts = sentences()
     for record in found:
         for check in record.checks:

@@ -16,7 +16,10 @@ from reslab.training import RunConfig
 if TYPE_CHECKING:
     from reslab.params import Params
 
-__all__ = ["decoder_run", "hops_run", "image_run", "text_task"]
+__all__ = ["ENDS", "decoder_run", "ends_run", "hops_run", "image_run", "text_task"]
+
+ENDS = "embedding and head alone"
+"""The arm of `ends_run`: what a decoder can do without any block. Blocks are worth what a model ends below it."""
 
 
 def text_task(params: Params) -> data.TextConfig:
@@ -38,6 +41,11 @@ def decoder_run(
     """A decoder of `depth` blocks on the corpus; `shape` goes over params.yaml's `decoder`."""
     recipe = {} if steps is None else {"steps": steps}
     return _run(params, text_task(params), depth, connection, placement, recipe, shape)
+
+
+def ends_run(params: Params, *, steps: int | None = None, **shape: Any) -> RunConfig:
+    """A decoder on the corpus whose one block is multiplied by 0: embedding, final norm and head alone."""
+    return decoder_run(params, 1, ConnectionConfig("scaled", scale=0.0), steps=steps, **shape)
 
 
 def hops_run(
