@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from matplotlib import pyplot as plt
 
 from records import diverged
@@ -13,6 +14,8 @@ from reslab.comparison import Runs
 from reslab.experiments import attention_residual_cost as claim
 from reslab.experiments import attention_residual_cost_figure as figure
 from reslab.params import Params
+from reslab.residuals import ConnectionConfig, ResidualSettings, Stack
+from reslab.residuals.depth_attention import DepthEnds
 from reslab.schema import UserError
 
 
@@ -36,13 +39,17 @@ def trained(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> Runs:
         return claim.runs(settings, chosen)
 
 
+ROUNDS = 9
+"""Medians of nine have an interval."""
+
+
 def made_up(settings: Params, full: float, others: float) -> pd.DataFrame:
     """Times of every arm: pre-norm's is the number of blocks, with an extra share of the same for the others."""
     extra = {claim.PRENORM: 0.0, claim.FULL: full, claim.PLAIN: 3 * full}
     rows: list[dict[str, Any]] = []
     for blocks, width, sequences in claim.sizes(settings):
         for arm in claim.connections(settings.claims.attention_residual_cost.variants, 2 * blocks, width):
-            for number in range(3):
+            for number in range(ROUNDS):
                 noise = 1 + 0.001 * number
                 share = extra.get(arm, others) * blocks
                 rows.append(
@@ -58,7 +65,7 @@ def made_up(settings: Params, full: float, others: float) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-ALONE = pd.DataFrame({"standard": [1.0, 1.1], claim.FULL: [4.0, 4.4], claim.BLOCK: [1.5, 1.65]})
+ALONE = pd.DataFrame({"standard": [1.0] * ROUNDS, claim.FULL: [4.0] * ROUNDS, claim.BLOCK: [1.5] * ROUNDS})
 
 
 def test_every_question_is_answered_once(
@@ -73,7 +80,8 @@ def test_every_question_is_answered_once(
     assert {c.name for c in checks if c.role == "measured"} == {n for n in names if n.split("_")[0] in MEASURED}
     assert all(check.outcome == "holds" for check in checks if check.name.startswith("traffic_"))
 
-    assert {c.name for c in checks if c.role == "control"} == {n for n in names if n.startswith("traffic_")}
+    controls = {n for n in names if n.startswith("traffic_")} | {"memory_key_rank"}
+    assert {c.name for c in checks if c.role == "control"} == controls
 
 
 MEASURED = ("time", "residual")
@@ -86,12 +94,28 @@ def test_times_are_compared_within_a_round(settings: Params) -> None:
     assert estimates["time_full"].estimate.value == pytest.approx(1 + 0.2 * deepest)
     assert estimates["time_growth"].estimate.value == pytest.approx(2)
     assert estimates["time_window"].estimate.value == pytest.approx(0.05 * deepest - 0.1 * deepest)
-    assert claim.plain_over_kernel(settings, made_up(settings, 0.2, 0.05)).value == pytest.approx(3)
+    beyond = claim.plain_beyond_kernel(settings, made_up(settings, 0.2, 0.05))
+    assert beyond.value == pytest.approx((3 - 1) * 0.2 * deepest)
     assert estimates["residual_full"].estimate.value == pytest.approx(4)
     assert estimates["residual_block"].estimate.value == pytest.approx(0.375)
     held = {name for name, check in estimates.items() if check.outcome == "holds"}
     assert held == set(estimates) - {"time_block_published"}
     assert estimates["time_block_published"].estimate.value == pytest.approx(1 + 0.05 * deepest)
+
+
+@pytest.mark.parametrize("arm", [claim.PRENORM, claim.FULL, claim.BLOCK, claim.WINDOW, claim.PLAIN])
+@pytest.mark.parametrize("factor", [0.05, 20.0])
+def test_one_disturbed_round_moves_no_estimate(settings: Params, arm: str, factor: float) -> None:
+    calm = made_up(settings, 0.2, 0.05)
+    disturbed = calm.copy()
+    disturbed.loc[(disturbed["arm"] == arm) & (disturbed["round"] == 4), "ms"] *= factor
+
+    def found(times: pd.DataFrame) -> list[list[float | None]]:
+        estimates = [check.estimate for check in claim.checks_time(settings, times, ALONE)]
+        estimates.append(claim.plain_beyond_kernel(settings, times))
+        return [[each.low, each.value, each.high] for each in estimates]
+
+    np.testing.assert_allclose(np.array(found(disturbed), float), np.array(found(calm), float), rtol=1e-4, atol=1e-6)
 
 
 def test_a_variant_as_slow_as_full_is_not_in_check(settings: Params) -> None:
@@ -115,13 +139,76 @@ def test_memory_grows_by_what_each_sublayer_keeps(
     settings: Params, measured: tuple[pd.DataFrame, pd.DataFrame], offset: int, kept: float
 ) -> None:
     """Whatever else Full needs at every depth; an activation is 4 sequences of 16 tokens and 16 channels."""
-    peaks = measured[1].copy()
-    full = peaks["arm"] == claim.FULL
-    peaks["inference"] = 1000.0
-    peaks.loc[full, "inference"] += offset + kept * 2 * peaks["blocks"] * (4 * 4 * 16 * 16)
+    peaks = with_inference(measured[1], {claim.FULL: (offset, kept)})
     found = {check.name: check for check in claim.checks_memory(settings, peaks)}["memory_inference"]
     assert found.estimate.value == pytest.approx(kept)
     assert found.outcome == ("holds" if kept > 0.9 else "fails")
+
+
+def with_inference(peaks: pd.DataFrame, given: dict[str, tuple[float, float]]) -> pd.DataFrame:
+    """Peaks without gradients that are 1000 bytes, and beyond pre-norm's `offset` bytes and so many activations a
+    sublayer: of some arms as given, of the others (0, 1)."""
+    peaks = peaks.copy()
+    peaks["inference"] = 1000.0
+    for arm in set(peaks["arm"]) - {claim.PRENORM}:
+        offset, kept = given.get(arm, (0, 1.0))
+        rows = peaks["arm"] == arm
+        peaks.loc[rows, "inference"] += offset + kept * 2 * peaks["blocks"] * (4 * 4 * 16 * 16)
+    return peaks
+
+
+@pytest.mark.parametrize("scratch", [0, 10**6])
+def test_a_variant_saves_of_the_full_that_runs_the_same_code(
+    settings: Params, measured: tuple[pd.DataFrame, pd.DataFrame], scratch: float
+) -> None:
+    """By how much memory grows, and not by what the kernel has at once."""
+    given = {
+        claim.FULL: (scratch, 2.0),
+        claim.BLOCK: (scratch, 0.5),
+        claim.WINDOW: (scratch, 1.5),
+        claim.KEYS: (scratch, 2.0),
+        claim.PLAIN: (0, 1.0),
+        claim.VALUES: (0, 0.75),
+    }
+    checks = {c.name: c for c in claim.checks_memory(settings, with_inference(measured[1], given))}
+    found = {name: check.estimate.value for name, check in checks.items()}
+    assert found["memory_block"] == pytest.approx(0.25)
+    assert found["memory_window"] == pytest.approx(0.75)
+    assert found["memory_value_rank"] == pytest.approx(0.75)
+    assert found["memory_key_rank"] == pytest.approx(0)
+    assert checks["memory_block"].outcome == checks["memory_key_rank"].outcome == "holds"
+    assert checks["memory_window"].outcome == checks["memory_value_rank"].outcome == "fails"
+    given[claim.KEYS] = (scratch, 0.5)
+    checks = {c.name: c for c in claim.checks_memory(settings, with_inference(measured[1], given))}
+    assert checks["memory_key_rank"].outcome == "fails"
+
+
+def test_a_share_of_no_growth_is_not_measured(settings: Params, measured: tuple[pd.DataFrame, pd.DataFrame]) -> None:
+    peaks = with_inference(measured[1], {claim.PLAIN: (500, 0.0)})
+    check = {c.name: c for c in claim.checks_memory(settings, peaks)}["memory_value_rank"]
+    assert (check.estimate.value, check.outcome) == (None, "undecided")
+
+
+def what_runs(connection: ConnectionConfig, width: int) -> str:
+    """The code that reads the stream of a stack of four sublayers, `numba` or `naive`."""
+    branches = [{"given": torch.nn.Identity()} for _ in range(4)]
+    stack = Stack(branches, width, ResidualSettings(connection=connection, placement="none"), torch.nn.Identity)
+    assert isinstance(stack.ends, DepthEnds)
+    return stack.ends.implementation(torch.zeros(1, 2, width))
+
+
+def test_memory_is_shown_beside_the_full_that_runs_the_same_code(
+    settings: Params, measured: tuple[pd.DataFrame, pd.DataFrame]
+) -> None:
+    compared = claim.connections(settings.claims.attention_residual_cost.variants, 4, settings.decoder.width)
+    form = {"numba": claim.FULL, "naive": claim.PLAIN}
+    ran = {arm: form[what_runs(connection, 16)] for arm, connection in compared.items() if arm != claim.PRENORM}
+    table = claim.memory_table(settings, measured[1])
+    assert dict(table["beside"]) == ran | {claim.PRENORM: claim.PRENORM}
+    assert set(ran.values()) == {claim.FULL, claim.PLAIN}
+    assert (table.loc[claim.PRENORM, ["training", "without gradients"]] == 1).all()
+    peaks = claim.at_depths(settings, measured[1]).query("blocks == 6").set_index("arm")["training"]
+    assert table.loc[claim.VALUES, "training"] == pytest.approx(peaks[claim.VALUES] / peaks[claim.PRENORM], abs=1e-4)
 
 
 def test_figure_draws_also_where_a_run_diverged(
@@ -143,7 +230,9 @@ def test_figure_draws_also_where_a_run_diverged(
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"depth": 7}, r"depth 7 is none of measured.depths \[2, 3\]; add it"),
+        ({"variants": {"window": 4}}, r"measured.depths begin at 2: of 4 sublayers .*the window \(4\) reads all"),
+        ({"variants": {"blocks": 5}}, r"depths begin at 2: of 4 sublayers Block \(blocks: 5\).*begin at 3 or more"),
+        ({"depth": 7}, r"depth 7 is none of measured.depths \[2, 6\]; add it"),
         ({"variants": {"key_reduction": 1}}, "key_reduction: input should be greater than or equal to 2, got 1"),
         ({"variants": {"blocks": 1}}, "variants.blocks: input should be greater than or equal to 2, got 1"),
         ({"measured": {"depths": [3]}}, "measured.depths: tuple should have at least 2 items"),

@@ -67,7 +67,8 @@ def test_every_question_is_answered_once(settings: Params, table: pd.DataFrame, 
     assert claim.KEY in names
     assert {check.sentence for check in checks} == {"A6.1a", "A6.1b"}
     assert not [check.statement for check in checks if "{" in check.statement]
-    assert all(row.ours for row in claim.published(checks))
+    estimates = [str(by_name(checks)[name].estimate) for name in ("writers_std", "branch_ratio")]
+    assert [row.ours for row in claim.published(checks)] == estimates
 
 
 # --- exact ----------------------------------------------------------------------------------------
@@ -234,6 +235,29 @@ def test_diverged_run_leaves_the_variance_undecided(settings: Params, trained: R
     assert found["trained_large"].outcome == "undecided"
     assert found["trained_large"].estimate.value is None
     assert found["trained_small"].estimate.value is not None
+
+
+def test_variance_of_runs_that_learnt_nothing_has_no_value(settings: Params, trained: Runs) -> None:
+    for name, check, other in (("0.02", "trained_small", "trained_large"), ("0.2 scaled", "trained_large", "")):
+        arm = claim.arm_name(name, 2)
+        trained[arm][1] = trained[arm][1].model_copy(update={"outcome": "stalled"})
+        found = by_name(claim.checks_variance(settings, trained))
+        assert found[check].estimate.value is None
+        assert found[check].outcome == "undecided"
+        assert not other or found[other].estimate.value is not None
+
+
+def test_comparison_without_value_is_marked_in_the_figure(settings: Params, table: pd.DataFrame, trained: Runs) -> None:
+    def marked() -> int:
+        axes = figure.draw(settings, table, trained).axes[5]
+        return [text.get_text() for text in axes.texts].count("no value")
+
+    assert marked() == 0
+    for norm in ("norm", "bare"):
+        name = claim.arm_name("0.02", 2, norm)
+        trained[name][1] = trained[name][1].model_copy(update={"outcome": "stalled"})
+    assert marked() == 2
+    plt.close("all")
 
 
 def test_figure_draws_with_and_without_diverged_runs(settings: Params, table: pd.DataFrame, trained: Runs) -> None:

@@ -127,6 +127,8 @@ def test_exact_checks_hold_their_known_values(settings: Params, initial: Initial
     for name in ("start_error", "unlock_order", "start_keeps", "start_closed"):
         assert found[name].estimate.value == 0, name
         assert found[name].outcome == "holds", name
+        assert found[name].role == "control", name
+    assert {check.role for name, check in found.items() if name.startswith("untrained")} == {"exact"}
 
 
 def test_open_network_fails_the_exact_checks(settings: Params) -> None:
@@ -241,6 +243,19 @@ def test_noise_checks_by_hand(settings: Params, trained: Runs) -> None:
     found = by_name(claim.checks_noise(settings, trained))
     assert found["noise_dit"].estimate.value == 0.375
     assert found["learns_dit"].estimate.value == 0.375
+    assert found["beats_linear_dit"].estimate.value == pytest.approx(looks.linear_loss() - 0.375, abs=1e-5)
+
+
+@pytest.mark.parametrize(("gain", "outcome"), [(0.02, "holds"), (0.005, "fails"), (-0.05, "fails")])
+def test_networks_are_held_against_the_best_linear_predictor(
+    settings: Params, trained: Runs, gain: float, outcome: str
+) -> None:
+    for arm in (networks.DIT, networks.UNET):
+        loss = looks.linear_loss() - gain
+        trained[arm] = [record.model_copy(update={"test_loss": loss}) for record in trained[arm]]
+    found = by_name(claim.checks_noise(settings, trained))
+    for name in ("beats_linear_dit", "beats_linear_unet"):
+        assert (found[name].role, found[name].outcome) == ("trained", outcome)
 
 
 def test_path_and_inside_checks_by_hand(settings: Params, trained: Runs) -> None:
@@ -294,7 +309,8 @@ def test_diverged_runs_are_not_measured_and_drawn(settings: Params, trained: Run
         trained[arm][0] = diverged(trained[arm][0])
     looked = Looks(settings, trained)
     found = by_name(looked.checks(settings, trained))
-    for name in ("noise_dit", "structure_dit", "structure_both", "read_dit", "kept_both", "path_dit", "path_both"):
+    unmeasured = ("noise_dit", "structure_dit", "structure_both", "read_dit", "kept_both", "path_dit", "path_both")
+    for name in (*unmeasured, "beats_linear_unet"):
         assert found[name].estimate.value is None, name
         assert found[name].outcome == "undecided", name
     for name in ("learns_dit", "kept_dit"):

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 import pytest
 from matplotlib import pyplot as plt
+from matplotlib.text import Annotation
 
 from records import diverged
 from reslab import data, params, paths
@@ -82,6 +83,12 @@ def test_every_question_is_answered_once(settings: Params, tables: Tables, train
     assert claim.KEY in claim.QUESTIONS
     assert len(claim.published(done)) == 3
     assert {check.sentence for check in done} == {"A6.2a", "A6.2b", "A6.2c", "A6.2d"}
+
+
+def test_identities_are_controls_and_no_sentence_rests_on_them_alone() -> None:
+    assert {claim.QUESTIONS[name].role for name in ("growth_plain", "law", "power_of_two")} == {"control"}
+    counting = {question.sentence for question in claim.QUESTIONS.values() if question.role != "control"}
+    assert counting == {question.sentence for question in claim.QUESTIONS.values()}
 
 
 def test_exact_checks_have_their_known_values(settings: Params, tables: Tables) -> None:
@@ -180,6 +187,40 @@ def test_recipe_runs_the_same_weights_with_smaller_branches(settings: Params, tr
     assert row["scaled back"] == pytest.approx(found[0])
 
 
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def with_losses(trained: Runs, arm: str, *losses: float) -> None:
+    """The runs of an arm, had they ended at these test losses."""
+    pairs = zip(trained[arm], losses, strict=True)
+    trained[arm] = [record.model_copy(update={"test_loss": loss}) for record, loss in pairs]
+
+
+def test_what_branches_are_not_worth_no_format_can_cost(settings: Params, trained: Runs) -> None:
+    """With FP32 they are worth 0.1 and 0.25 at 100:1; in the other kind 0.04 in one seed."""
+    with_losses(trained, "embedding alone", 3.0, 3.0)
+    with_losses(trained, "100:1 fp32", 2.9, 2.75)
+    with_losses(trained, "100:1 fp16", 3.0, 2.95)
+    with_losses(trained, "embedding times 100, :1 fp32", 2.96, 2.5)
+    with_losses(trained, "embedding times 100, :1 bf16", 2.96, 2.5)
+    found = {check.name: check.estimate.value for check in claim.checks_losses(settings, trained)}
+    assert found["loss_cost_fp16"] == pytest.approx(0.15)
+    assert found["spread_cost_bf16"] is None
+    assert claim.worth(trained, "100:1 fp32") == pytest.approx([0.1, 0.25])
+    kinds = claim.costs(settings, trained, "embedding times 100, :1 bf16", "embedding times 100, :1 fp32")
+    assert (math.isnan(kinds[0]), kinds[1]) == (True, 0.0)
+    table = claim.worth_table(settings, trained)
+    assert table["seeds above 0.05"].tolist()[1:] == ["2 of 2", "1 of 2"]
+
+
+def test_gradient_errors_are_told_by_size_and_stream(settings: Params, trained: Runs) -> None:
+    twins = inside.twins(settings, trained)
+    found = claim.gradient_errors(twins)
+    assert len(found) == 2 * len(of_arms.STREAMS)
+    chosen = twins[(twins["update"] == 0.1) & (twins["stream"] == "bf16")]["gradient_error"]
+    assert found["updates of 0.1, bf16"].split()[0] == f"{chosen.mean():.3g}"
+
+
 # --- runs that diverged ---------------------------------------------------------------------------
 
 MEASURED = {
@@ -187,14 +228,16 @@ MEASURED = {
     | {"trained_lost", "fp32_exact", "ratio_kept"},
     "100:0.1 fp16": {"branches_lost"},
     "100:0.1 bf16": {"fp32_cures", "recipe_gain"},
+    "100:1 fp32": {"loss_cost_fp16", "loss_cost_bf16", "trained_cost_fp16", "trained_cost_bf16"},
     "100:1 bf16": {"loss_cost_bf16", "recipe_bf16", "recipe_gain"},
-    "embedding alone": {"branches_matter", "branches_lost"},
+    "embedding alone": {"branches_matter", "branches_lost", "loss_cost_fp16", "loss_cost_bf16", "spread_cost_bf16"},
 }
 """What cannot be known where a run of this arm diverged."""
 
 
 @pytest.mark.parametrize("arm", MEASURED)
 def test_diverged_run_leaves_its_checks_undecided(settings: Params, trained: Runs, arm: str) -> None:
+    with_losses(trained, "embedding alone", 9.0, 9.0)
     trained[arm][0] = diverged(trained[arm][0])
     done = trained_checks(settings, trained)
     assert {check.name for check in done if check.estimate.value is None} == MEASURED[arm]
@@ -227,8 +270,27 @@ def test_figure_is_drawn(settings: Params, tables: Tables, trained: Runs, arm: s
     plt.close(figure.draw(settings, curve, errors, grown, trained, recipe, ratios))
 
 
+def test_losses_beyond_the_axis_are_told_in_words(settings: Params, trained: Runs) -> None:
+    """The recipe's columns lie nats above all else: the axis ends before them, with an arrow each."""
+    with_losses(trained, "embedding alone", 3.0, 3.0)
+    recipe = pd.DataFrame(
+        {"format": ["fp16", "fp16", "bf16", "bf16"], "seed": [0, 1, 0, 1], "scaled back": [3.1, 4.5, 5.25, 5.0]}
+    )
+    for arm in of_arms.arms(settings)[:8]:
+        with_losses(trained, arm.name, 2.9, 2.95)
+    drawn, axes = plt.subplots()
+    figure._draw_losses(axes, settings, trained, recipe)
+    assert axes.get_ylim()[1] == pytest.approx(3.3)
+    beyond = {text.get_text(): text.xy[0] for text in axes.texts if isinstance(text, Annotation)}
+    assert sorted(beyond) == ["4.50", "5.00 to 5.25"]
+    places = [place for place, label in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True) if label.get_text()]
+    assert list(beyond.values()) == places[-2:]
+    plt.close(drawn)
+
+
 def test_one_seed_has_no_interval(settings: Params, trained: Runs) -> None:
     single = settings.model_copy(update={"seeds": (0,)})
+    with_losses(trained, "embedding alone", 9.0, 9.0)
     alone = {name: records[:1] for name, records in trained.items()}
     done = trained_checks(single, alone)
     assert {check.outcome for check in done} == {"undecided"}

@@ -96,7 +96,9 @@ def test_every_question_is_answered_once(settings: Params, done: Experiment) -> 
     checks = [*exact, *trained_checks(settings, done)]
     assert sorted(check.name for check in checks) == sorted(claim.QUESTIONS)
     assert claim.KEY in claim.QUESTIONS
-    assert len(claim.published(checks)) == 3
+    sources = [row.source for row in claim.published(checks)]
+    assert [source for source in sources if "second-hand" in source] == [sources[0]]
+    assert len(sources) == 3
     assert all("{" not in check.statement for check in checks)
     assert {check.sentence for check in checks} == {"A3.3"}
     plt.close(figure.draw(settings, done.found, done.before))
@@ -107,6 +109,7 @@ def test_orders_at_the_start_are_as_theory_has_them() -> None:
     settings = params.preset("cpu")
     checks = {check.name: check for check in claim.checks_initial(settings, claim.initial_changes(settings))}
     assert {check.outcome for check in checks.values()} == {"holds"}
+    assert {name for name, check in checks.items() if check.role == "control"} == {"skip_order", "swap_order"}
     assert checks["skip_order"].estimate.value == pytest.approx(1, abs=0.02)
     assert checks["swap_order"].estimate.value == pytest.approx(2, abs=0.02)
 
@@ -171,6 +174,21 @@ def test_nothing_is_compared_with_what_learnt_nothing(settings: Params, done: Ex
         assert {name for name in deep if checks[name].estimate.value is not None} == (deep if measured else set())
         assert measured or {checks[name].outcome for name in deep} == {"undecided"}
         assert checks["lexical_only"].estimate.value is not None
+
+
+def test_residual_blocks_are_held_to_nearly_as_well_at_every_depth(settings: Params, done: Experiment) -> None:
+    """Residual blocks whose probes read 0.5 of the next layer: more than without residuals, and not nearly all."""
+    table = np.full((4, 4), 0.2) + np.diag([0.2] * 4)
+    moved = {"text: add, 3 blocks": table, "text: none, 3 blocks": np.diag([0.5] * 4) - 0.1}
+    found = dict(done.found)
+    for arm, skills in moved.items():
+        tables = dict.fromkeys((seen.CURRENT, seen.NEXT), skills)
+        found[arm] = [replace(model, skills=tables) for model in done.found[arm]]
+    checks = {check.name: check for check in claim.checks_only(settings, found)}
+    values = {name: checks[name].estimate.value for name in ("shared_shallow", "shared_only", "unshared_none")}
+    assert values == {"shared_shallow": 0.5, "shared_only": 0.5, "unshared_none": 0}
+    assert [checks[name].outcome for name in values] == ["fails", "holds", "holds"]
+    assert "counts as 0" in checks["unshared_none"].unit
 
 
 def test_one_seed_is_undecided(settings: Params, done: Experiment) -> None:

@@ -14,6 +14,7 @@ from reslab.claims import Check
 from reslab.comparison import Runs
 from reslab.experiments import no_residual_collapse as claim
 from reslab.experiments import no_residual_collapse_figure as figure
+from reslab.experiments.runs import ENDS
 from reslab.params import Params
 from reslab.schema import UserError
 
@@ -59,20 +60,22 @@ def test_every_question_is_answered_once(settings: Params, trained: Runs) -> Non
 
 
 def test_arms_share_their_seeds(settings: Params, trained: Runs) -> None:
-    assert list(trained) == ["skip 0", "skip 0.3", "skip 1", "ResNet skip 0", "ResNet skip 0.3", "ResNet skip 1"]
+    assert list(trained) == ["skip 0", "skip 0.3", "skip 1", ENDS, "ResNet skip 0", "ResNet skip 0.3", "ResNet skip 1"]
     assert all([record.config.seed for record in records] == [0, 1] for records in trained.values())
 
 
-@pytest.mark.parametrize("arm", ["skip 0", "skip 1", "ResNet skip 0.3"])
+@pytest.mark.parametrize("arm", ["skip 0", "skip 1", ENDS, "ResNet skip 0.3"])
 @pytest.mark.parametrize("checks", TRAINED, ids=lambda checks: checks.__name__)
 def test_diverged_run_is_an_outcome(
     settings: Params, trained: Runs, arm: str, checks: Callable[[Params, Runs], list[Check]]
 ) -> None:
     """A claim that says "the loss does not blow up" must be able to find that it did."""
     trained[arm][0] = diverged(trained[arm][0])
-    found = {check.name: check.outcome for check in checks(settings, trained)}
+    found = {check.name: check for check in checks(settings, trained)}
     if "never_diverges" in found:
-        assert found["never_diverges"] == ("fails" if arm == "skip 0" else "holds")
+        wanted = "fails" if arm == "skip 0" else "holds"
+        assert found["never_diverges"].outcome == found["never_spikes"].outcome == wanted
+        assert (found["blocks_take_part"].estimate.value is None) == (arm in ("skip 1", ENDS))
 
 
 def test_runs_that_chose_the_rate_count_as_blown_up(settings: Params, trained: Runs) -> None:
@@ -80,6 +83,34 @@ def test_runs_that_chose_the_rate_count_as_blown_up(settings: Params, trained: R
     found = {check.name: check for check in checks_loss(settings, trained, "diverged")}
     assert found["never_diverges"].estimate.value == 1
     assert found["never_diverges"].outcome == "fails"
+
+
+def test_a_jump_of_the_loss_counts_once_a_run(settings: Params, trained: Runs) -> None:
+    """One run lies 3 nats above the guess for ten steps, the other 0.4 for its second half."""
+    jump = [0.0] * 15 + [3.0] * 10 + [0.0] * 15
+    trained["skip 0"] = [
+        around_guess(trained["skip 0"][0], jump),
+        around_guess(trained["skip 0"][1], [0.0] * 20 + [0.4] * 20),
+    ]
+    found = {check.name: check for check in checks_loss(settings, trained)}
+    assert (found["never_spikes"].estimate.value, found["never_spikes"].outcome) == (1, "fails")
+    assert found["never_diverges"].outcome == "holds"
+    trained["skip 0"] = trained["skip 0"][1:] * 2
+    assert {c.name: c.outcome for c in checks_loss(settings, trained)}["never_spikes"] == "holds"
+
+
+def test_blocks_take_part_by_what_they_gain_over_their_ends(settings: Params, trained: Runs) -> None:
+    for arm, losses in {"skip 1": (2.5, 2.7), ENDS: (2.6, 2.9)}.items():
+        pairs = zip(trained[arm], losses, strict=True)
+        trained[arm] = [record.model_copy(update={"test_loss": loss}) for record, loss in pairs]
+    found = {check.name: check for check in checks_loss(settings, trained)}
+    assert found["blocks_take_part"].estimate.value == pytest.approx(0.15)
+
+
+def test_identities_are_controls_and_no_sentence_rests_on_them_alone() -> None:
+    assert {claim.QUESTIONS[name].role for name in ("hull_excess", "causal_halving", "cosine_rezero")} == {"control"}
+    counting = {question.sentence for question in claim.QUESTIONS.values() if question.role != "control"}
+    assert counting == {question.sentence for question in claim.QUESTIONS.values()}
 
 
 def test_calm_is_what_the_batches_do_not_explain(settings: Params, trained: Runs) -> None:
@@ -91,9 +122,9 @@ def test_calm_is_what_the_batches_do_not_explain(settings: Params, trained: Runs
     assert found["less_calm"].estimate.value == pytest.approx(2)
 
 
-@pytest.mark.parametrize("arm", ["skip 0", "skip 1"])
+@pytest.mark.parametrize("arm", ["skip 0", "skip 1", ENDS])
 def test_diverged_run_is_drawn(settings: Params, trained: Runs, arm: str) -> None:
-    trained[arm][0] = diverged(trained[arm][0])
+    trained[arm] = [diverged(record) for record in trained[arm][:1]] + ([] if arm == ENDS else trained[arm][1:])
     plt.close(figure.draw(settings, claim.initial_profiles(settings), trained))
 
 

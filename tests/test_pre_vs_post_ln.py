@@ -20,6 +20,7 @@ from reslab.experiments import pre_vs_post_ln_exact as exact
 from reslab.experiments import pre_vs_post_ln_figure as figure
 from reslab.experiments import pre_vs_post_ln_grid as grid
 from reslab.experiments.pre_vs_post_ln_grid import Cell
+from reslab.experiments.runs import ENDS
 from reslab.models.decoder import DecoderConfig
 from reslab.params import Params
 from reslab.schema import UserError
@@ -80,7 +81,7 @@ def as_told(tried: Tried, settings: Params) -> Tried:
 
 def all_checks(settings: Params, tried: Tried, trained: Runs) -> dict[str, Check]:
     found = claim.checks_stability(settings, tried) + claim.checks_depth(settings, tried, trained)
-    found += claim.checks_stream(settings, tried) + claim.checks_remedies(settings, trained)
+    found += claim.checks_stream(settings, tried, trained) + claim.checks_remedies(settings, trained)
     return {check.name: check for check in found}
 
 
@@ -162,8 +163,9 @@ def test_the_better_warm_up_is_taken(settings: Params, tried: Tried) -> None:
     assert grid.tuned_post(settings, tried) != tried[cell]
 
 
-def test_the_context_is_used_later_at_the_own_and_at_the_same_rate(settings: Params, tried: Tried) -> None:
-    """Pre-LN at its best rate from step 30 on, at Post-LN's best from 20; Post-LN from 15."""
+def test_blocks_are_of_use_later_at_the_own_and_at_the_same_rate(settings: Params, tried: Tried, trained: Runs) -> None:
+    """Pre-LN at its best rate from step 30 on, at Post-LN's best from 20; Post-LN from 15. The ends are the guess."""
+    trained[ENDS] = [around_guess(record, [0.0] * 60) for record in trained[ENDS]]
     for cell, first, validation_loss in (
         (("Pre-LN", 2, 1e-1), 30, 1.0),
         (("Pre-LN", 2, 1e-2), 20, 2.0),
@@ -172,7 +174,7 @@ def test_the_context_is_used_later_at_the_own_and_at_the_same_rate(settings: Par
     ):
         runs = [around_guess(record, [0.0] * first + [-1.5] * (60 - first)) for record in tried[cell]]
         tried[cell] = [run.model_copy(update={"validation_loss": validation_loss}) for run in runs]
-    found = {check.name: check.estimate.value for check in claim.checks_stream(settings, tried)}
+    found = {check.name: check.estimate.value for check in claim.checks_stream(settings, tried, trained)}
     assert (found["features_late"], found["features_late_same_rate"]) == (15, 5)
 
 

@@ -122,8 +122,8 @@ def test_diverged_run_is_not_dropped_silently(settings: Params, done: Experiment
     checks = trained_checks(settings, done._replace(found=found, seen=seen, planted=planted))
     unmeasured = {name for name, check in checks.items() if check.estimate.value is None}
     assert unmeasured >= {
-        *("learned", "band_text", "band_hops", "healthy_below_one", "law_over_band", "law_over_flat"),
-        *("law_separates", "removable_text", "removable_inner", "removable_hops"),
+        *("learned", "band_text", "band_hops", "healthy_below_one", "healthy_below_one_hops"),
+        *("law_over_band", "law_over_flat", "law_separates", "removable_text", "removable_inner", "removable_hops"),
         *("removable_learned", "exploding_hurts", "dead_stays", "ends_small", "settles", "high_is_unsettled"),
         *("falls_shallow", "falls_deep", "falls_plain"),
     }
@@ -266,6 +266,14 @@ def test_bands_by_hand() -> None:
     assert math.isnan(rules.kept_inside([LOST_LOOK, models[1]], law, BAND)[1])
 
 
+def test_largest_ratio_is_asked_of_either_task(settings: Params) -> None:
+    deep = text_name(settings.claims.residual_health.deep)
+    models = {deep: [model_of([0.05, 0.5])] * 2, claim.HOPS: [model_of([2.0, 0.05])] * 2}
+    found = {check.name: check for check in claim.checks_bands(settings, models)}
+    assert (found["healthy_below_one"].estimate.value, found["healthy_below_one"].outcome) == (0.5, "holds")
+    assert (found["healthy_below_one_hops"].estimate.value, found["healthy_below_one_hops"].outcome) == (2.0, "fails")
+
+
 def test_removal_ranks_and_leaves_out_the_ends() -> None:
     model = replace(model_of([0.1, 0.2, 0.3, 0.4, 0.05, 0.01]), costs=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0))
     assert claim.removal(model, ends=1) == pytest.approx(rank_correlation([2, 3, 4, 1], [1, 2, 3, 4]))
@@ -336,6 +344,19 @@ def test_sign_that_points_another_way_in_other_seeds_misleads() -> None:
     assert claim.areas(runs, "loss", told=True) == [1.0, 0.0]
     assert claim.areas(runs, "loss") == [0.0, 0.0]
     assert claim.areas(runs[2:], "loss") == [0.0]
+
+
+def test_ratio_is_held_against_loss_and_rate(settings: Params) -> None:
+    """Failures have the higher rate and the lower loss in every seed; the ratio of a run that fails is 1, too."""
+    runs = [
+        replace(early_of(seed, "Pre-LN", 1.0, rate > 0.1, loss=1 / rate), cell=("Pre-LN", 2, rate))
+        for seed in (0, 1)
+        for rate in (0.03, 0.1, 0.3)
+    ]
+    found = {check.name: check for check in claim.checks_failure(settings, runs)}
+    for name in ("beats_rate", "beats_loss"):
+        assert (found[name].estimate.value, found[name].outcome) == (-0.5, "fails"), name
+    assert found["beats_start"].estimate.value == 0
 
 
 def test_run_that_was_lost_is_the_worst_either_way() -> None:

@@ -244,6 +244,16 @@ def test_tables_for_reading(tried: Tried, trained: Runs, seen: Seen) -> None:
     assert list(claim.inside_table(trained, seen).index) == list(trained)
 
 
+def test_spikes_are_counted_by_cell(settings: Params, tried: Tried) -> None:
+    """Scale 0.3 jumps once in either seed, at the highest rate alone."""
+    calm, jump = (2.0,) * 12, (2.0,) * 10 + (9.0,) * 2
+    jumping = (0.3, settings.claims.residual_scale.deep.learning_rates[-1])
+    for cell, records in tried.items():
+        losses = jump if cell == jumping else calm
+        tried[cell] = [record.model_copy(update={"train_loss": losses}) for record in records]
+    assert claim.grid_table(tried)["spikes"].to_dict() == dict.fromkeys(tried, 0) | {jumping: 2}
+
+
 # --- settings -------------------------------------------------------------------------------------
 
 

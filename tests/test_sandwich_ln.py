@@ -228,7 +228,7 @@ def with_loss(records: list[RunRecord], *losses: float) -> list[RunRecord]:
     return [record.model_copy(update={"test_loss": loss}) for record, loss in zip(records, losses, strict=True)]
 
 
-def test_interaction_is_paired_by_seed(settings: Params, trained: Runs) -> None:
+def test_harm_and_gains_are_paired_by_seed(settings: Params, trained: Runs) -> None:
     told = {
         "Pre-LN, 2 blocks": (3.0, 2.0),
         "Sandwich-LN, 2 blocks": (3.0, 2.01),
@@ -241,8 +241,7 @@ def test_interaction_is_paired_by_seed(settings: Params, trained: Runs) -> None:
     assert found["harm_sandwich"].estimate.value == 0
     assert found["gain_ordinary"].estimate.value == pytest.approx(-0.005)
     assert found["gain_mismatch"].estimate.value == pytest.approx(0.395)
-    assert found["interaction"].estimate.value == pytest.approx(0.4)
-    assert found["interaction"].outcome == "holds"
+    assert found["gain_mismatch"].outcome == "holds"
 
 
 def test_calm_is_what_the_batches_do_not_explain(settings: Params, trained: Runs) -> None:
@@ -285,7 +284,7 @@ def test_diverged_runs_are_not_dropped(settings: Params, trained: Runs, tried: T
     for name in ("Sandwich-LN, 3 blocks", "Pre-LN, 2 blocks, foreign branches"):
         trained[name][0] = diverged(trained[name][0])
     found = by_name(claim.checks_equal(settings, trained) + claim.checks_mismatch(settings, trained))
-    for name in ("equal_sandwich", "calm_sandwich", "harm_pre", "gain_mismatch", "interaction"):
+    for name in ("equal_sandwich", "calm_sandwich", "harm_pre", "gain_mismatch"):
         assert found[name].estimate.value is None, name
         assert found[name].outcome == "undecided", name
     assert found["equal_sum"].estimate.value is not None

@@ -106,8 +106,9 @@ def kept_share(tables: Sequence[Array], distance: int = 1) -> float:
     """Of what can be read, how much a place's probe reads `distance` places on: 1 all, 0 nothing.
 
     Sums over places, and over several properties (tables [P, P] of `skills`), of the skill of the probe there over the
-    smaller of the two places' own, which is the most that they can have in common. Skills below 0 count as 0. Not a
-    number where two places have less than LEAST in common on average, all properties taken together.
+    smaller of the two places' own, which is the most that they can have in common. Skills below 0 count as 0, so that a
+    share of exactly 0 at every seed says that probes mislead there, and not that they are known to read nothing without
+    any spread. Not a number where two places have less than LEAST in common on average, all properties taken together.
     """
     found, possible = 0.0, 0.0
     for table in tables:

@@ -135,6 +135,8 @@ def _draw_harm(axes: Axes, params: Params, trained: Runs) -> None:
         at = [place + 0.16 * side - 0.08 for place in range(len(depths))]
         for x, values in zip(at, lost, strict=True):
             plotting.interval(axes, x, values, colour, marker=MARKERS[norm])
+            if mean_of(values).value is None:
+                _write_no_value(axes, x)
         means = [mean_of(values).value for values in lost]
         line = [math.nan if mean is None else mean for mean in means]
         axes.plot(at, line, color=colour, linestyle=STYLES[norm], label=BEHIND[norm])
@@ -142,3 +144,10 @@ def _draw_harm(axes: Axes, params: Params, trained: Runs) -> None:
     axes.set_xlim(-0.5, len(depths) - 0.5)
     axes.set(title="Harm of 0.2 against 0.02 (95 %)", xlabel="depth (blocks)", ylabel="nats per byte lost (test)")
     axes.legend()
+
+
+def _write_no_value(axes: Axes, at: float) -> None:
+    """Above the seeds of a comparison that has no value, some of which may have been measured."""
+    axes.text(
+        at, 0.5, "no value", transform=axes.get_xaxis_transform(), rotation=90, ha="center", va="center", fontsize=7
+    )

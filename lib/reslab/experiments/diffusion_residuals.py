@@ -90,10 +90,10 @@ QUESTIONS = {
         "A5.3a", "control", "parts out of order", "adaLN-Zero unlocks the head first, then the gates, then the branches"
     ),
     "start_keeps": Question(
-        "A5.3a", "exact", "largest difference", "at its start all {depth} blocks hand the picture on unchanged"
+        "A5.3a", "control", "largest difference", "at its start all {depth} blocks hand the picture on unchanged"
     ),
     "start_closed": Question(
-        "A5.3a", "exact", "largest gradient", "the same start without residuals never opens: nothing has a gradient"
+        "A5.3a", "control", "largest gradient", "the same start without residuals never opens: nothing has a gradient"
     ),
     "untrained_dit": Question(
         "A5.3a", "exact", "R^2", "untrained, most of the input can be read off the last block of DiT"
@@ -106,6 +106,10 @@ QUESTIONS = {
     # trained
     "learns_dit": Question("A5.3a", "control", "mean square error", "DiT has learnt to find most of the noise"),
     "learns_unet": Question("A5.3a", "control", "mean square error", "so has the U-Net"),
+    "beats_linear_dit": Question(
+        "A5.3a", "trained", "mean square error", "DiT removes more of the noise than the best linear predictor"
+    ),
+    "beats_linear_unet": Question("A5.3a", "trained", "mean square error", "so does the U-Net"),
     **_trained_questions(),
 }
 """What is asked, by the name of its criterion in params.yaml."""
@@ -226,7 +230,11 @@ def runs(params: Params, chosen: pd.DataFrame) -> Runs:
 
 def checks_noise(params: Params, trained: Runs) -> list[Check]:
     """How much of the noise is found, on held-out pictures."""
-    estimates = {"learns_dit": mean_of(held_out(trained[DIT])), "learns_unet": mean_of(held_out(trained[UNET]))}
+    estimates: dict[str, Estimate] = {}
+    for name, arm in (("dit", DIT), ("unet", UNET)):
+        losses = held_out(trained[arm])
+        estimates[f"learns_{name}"] = mean_of(losses)
+        estimates[f"beats_linear_{name}"] = mean_of([looks.linear_loss() - loss for loss in losses])
     for part, (ours, theirs) in COMPARISONS.items():
         estimates[f"noise_{part}"] = paired_difference(held_out(trained[theirs]), held_out(trained[ours]))
     return _judged(params, estimates)

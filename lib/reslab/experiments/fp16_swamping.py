@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 from pydantic import Field, field_validator, model_validator
 
-from reslab.claims import Check, Published, Question, Section, criteria_model, judge
+from reslab.claims import Check, Criterion, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Rates, Runs, choose_rates, held_out, train_arms
 from reslab.experiments import fp16_swamping_exact as exact
 from reslab.experiments.fp16_swamping_arms import (
@@ -34,6 +34,9 @@ STATEMENT = (
     "inference restores the result; keeping the accumulation in FP32 is the cure."
 )
 KEY = "lost"
+
+MATTER = "branches_matter"
+"""The control whose margin says what branches have to be worth."""
 
 QUESTIONS = {
     # untrained
@@ -68,7 +71,10 @@ QUESTIONS = {
         "A6.2b", "exact", "share lost", "two orders of magnitude cost BF16 precision ({additions} updates)"
     ),
     "growth_plain": Question(
-        "A6.2b", "exact", "log-log slope", "in BF16 the error grows in proportion to the number of small updates"
+        "A6.2b",
+        "control",
+        "log-log slope",
+        "in BF16, where each is swallowed, the error grows in proportion to the number of updates",
     ),
     "growth_stochastic": Question(
         "A6.2d", "control", "log-log slope", "with stochastic rounding it grows as the root of their number: no bias"
@@ -86,9 +92,7 @@ QUESTIONS = {
     "ratio_kept": Question(
         "A6.2a", "control", "times the forced ratio", "after training the forced models still have the forced ratio"
     ),
-    "branches_matter": Question(
-        "A6.2a", "control", "nats per byte", "without its small updates the forced model would be worse"
-    ),
+    MATTER: Question("A6.2a", "control", "nats per byte", "without its small updates the forced model would be worse"),
     "trained_lost": Question(
         "A6.2a", "trained", "share lost", "a trained model's updates at {stream:g}:{update:g} are lost in FP16"
     ),
@@ -304,25 +308,64 @@ def checks_twins(params: Params, twins: pd.DataFrame) -> list[Check]:
     )
 
 
+def worth(trained: Runs, arm: str) -> list[float]:
+    """Nats per byte by which an arm's branches bring it below the embedding alone, seed by seed.
+
+    The constant or the factor that the embedding comes with is taken off by the final norm, so that the same run
+    without branches serves for both kinds of arm.
+    """
+    return [alone - own for alone, own in zip(held_out(trained[ALONE]), held_out(trained[arm]), strict=True)]
+
+
+def margin(params: Params) -> float:
+    """Nats per byte that branches have to be worth, or there is nothing to lose: the criterion of a control."""
+    criterion: Criterion = getattr(params.claims.fp16_swamping.criteria, MATTER)
+    return criterion.above or 0.0
+
+
+def costs(params: Params, trained: Runs, low: str, full: str) -> list[float]:
+    """What the stream of arm `low` costs in held-out loss beside that of `full`, seed by seed.
+
+    Not a number where the branches of `full` are worth no more than `margin`: swallowing what is worth nothing costs
+    nothing, in any format.
+    """
+    least = margin(params)
+    differences = zip(held_out(trained[low]), held_out(trained[full]), worth(trained, full), strict=True)
+    return [own - other if own_worth > least else math.nan for own, other, own_worth in differences]
+
+
+def worth_table(params: Params, trained: Runs) -> pd.DataFrame:
+    """What the branches are worth with an FP32 stream, and in how many seeds enough to lose."""
+    section, least = params.claims.fp16_swamping, margin(params)
+    forced = [forced_name(params, size, "fp32") for size in (section.update, section.large)]
+    rows = {}
+    for arm in (*forced, spread_name(params, "fp32")):
+        by_seed = worth(trained, arm)
+        rows[arm] = {
+            "worth of the branches (nats per byte)": str(mean_of(by_seed)),
+            f"seeds above {least:g}": f"{sum(value > least for value in by_seed)} of {len(by_seed)}",
+        }
+    return pd.DataFrame(rows).T
+
+
 def checks_losses(params: Params, trained: Runs) -> list[Check]:
     """What a low-precision stream costs in held-out loss, each arm at its own rate, paired by seed."""
     section = params.claims.fp16_swamping
 
-    def loss(update: float, stream: str) -> list[float]:
-        return held_out(trained[forced_name(params, update, stream)])
+    def name(stream: str) -> str:
+        return forced_name(params, section.large, stream)
 
-    small = {stream: loss(section.update, stream) for stream in ("fp32", "fp16", "bf16")}
-    large = {stream: loss(section.large, stream) for stream in ("fp32", "fp16", "bf16")}
+    small = {stream: held_out(trained[forced_name(params, section.update, stream)]) for stream in PLAIN}
     alone = held_out(trained[ALONE])
-    spread = {stream: held_out(trained[spread_name(params, stream)]) for stream in ("fp32", "bf16")}
     shares = [(f - e) / (a - e) for f, e, a in zip(small["fp16"], small["fp32"], alone, strict=True)]
+    spread = costs(params, trained, spread_name(params, "bf16"), spread_name(params, "fp32"))
     return _judged(
         params,
         branches_matter=paired_difference(alone, small["fp32"]),
         branches_lost=mean_of(shares),
-        loss_cost_fp16=paired_difference(large["fp16"], large["fp32"]),
-        loss_cost_bf16=paired_difference(large["bf16"], large["fp32"]),
-        spread_cost_bf16=paired_difference(spread["bf16"], spread["fp32"]),
+        loss_cost_fp16=mean_of(costs(params, trained, name("fp16"), name("fp32"))),
+        loss_cost_bf16=mean_of(costs(params, trained, name("bf16"), name("fp32"))),
+        spread_cost_bf16=mean_of(spread),
         fp32_cures=paired_difference(small["bf16"], small["fp32"]),
     )
 
@@ -358,6 +401,12 @@ def ordinary(trained: Runs, ratios: pd.DataFrame) -> dict[str, str]:
         "median update / stream": str(mean_of(by_seed.median().tolist())),
         "nats per byte that a BF16 stream costs": str(paired_difference(low, high)),
     }
+
+
+def gradient_errors(twins: pd.DataFrame) -> dict[str, str]:
+    """Relative error of the blocks' gradient against the twin in float64, by size of update and stream."""
+    groups = twins.groupby(["update", "stream"], sort=False)["gradient_error"]
+    return {f"updates of {update:g}, {stream}": str(mean_of(errors.tolist())) for (update, stream), errors in groups}
 
 
 # --- published numbers ---------------------------------------------------------------------------

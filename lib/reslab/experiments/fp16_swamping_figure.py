@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from reslab import plotting
 from reslab.comparison import Runs, held_out
-from reslab.experiments.fp16_swamping import TITLE
+from reslab.experiments.fp16_swamping import TITLE, margin, worth
 from reslab.experiments.fp16_swamping_arms import ALONE, ORDINARY, STREAMS, forced_name, spread_name
 from reslab.experiments.fp16_swamping_exact import LOW, METHODS, STREAM_FORMATS
 
@@ -120,37 +121,66 @@ def _draw_growth(axes: Axes, params: Params, grown: pd.DataFrame) -> None:
 
 
 def _draw_losses(axes: Axes, params: Params, trained: Runs, recipe: pd.DataFrame) -> None:
-    """Held-out loss of every forced arm: one column a size of update, and one for the recipe."""
+    """Held-out loss of every forced arm: one column a size of update, and one for the recipe.
+
+    The recipe's losses may be whole nats higher; the axis ends where all else can be told apart.
+    """
     section = params.claims.fp16_swamping
-    at, ticks, labels = 0.0, [], []
-    for size in (section.update, section.large):
-        for stream in STREAMS:
-            if (name := forced_name(params, size, stream)) in trained:
-                plotting.interval(axes, at, held_out(trained[name]), plotting.colour(stream))
-                ticks.append(at)
-                labels.append(f"{stream}")
-                at += 1
-        at += 0.6
-    for name in ("fp16", "bf16"):
-        plotting.interval(axes, at, recipe[recipe["format"] == name]["scaled back"].tolist(), plotting.colour(name))
-        ticks.append(at)
-        labels.append(name)
-        at += 1
-    alone = [loss for loss in held_out(trained[ALONE]) if np.isfinite(loss)]
-    if alone:
-        axes.axhline(float(np.mean(alone)), color=GREY, linestyle=":", label="embedding alone")
-        axes.legend(loc="best")
-    axes.set_xticks(ticks, labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
-    small, large = len(STREAMS), at - 2 - 0.6
-    for centre, text in (
-        ((small - 1) / 2, f"{section.stream:g}:{section.update:g}"),
-        ((small + 0.6 + large - 1) / 2, f"{section.stream:g}:{section.large:g}"),
-        (at - 1.5, f"×{section.factor:g}, back"),
-    ):
+    groups = {
+        f"{section.stream:g}:{size:g}": {
+            stream: held_out(trained[name])
+            for stream in STREAMS
+            if (name := forced_name(params, size, stream)) in trained
+        }
+        for size in (section.update, section.large)
+    }
+    groups[f"×{section.factor:g}, back"] = {
+        name: recipe[recipe["format"] == name]["scaled back"].tolist() for name in ("fp16", "bf16")
+    }
+    at = 0.0
+    columns: dict[float, tuple[str, list[float]]] = {}
+    for text, losses in groups.items():
+        centre = at + (len(losses) - 1) / 2
         axes.text(centre, 0.98, text, transform=axes.get_xaxis_transform(), ha="center", va="top", fontsize=7)
-    low, high = axes.get_ylim()
-    axes.set_ylim(low, high + 0.18 * (high - low))
+        for stream, by_seed in losses.items():
+            plotting.interval(axes, at, by_seed, plotting.colour(stream))
+            columns[at] = (stream, by_seed)
+            at += 1
+        at += 0.6
+    labels = [stream for stream, _ in columns.values()]
+    axes.set_xticks(list(columns), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
     axes.set(title="Forced ratios: held-out loss", ylabel="nats per byte (test)", xlabel="how the stream is kept")
+    if alone := [loss for loss in held_out(trained[ALONE]) if np.isfinite(loss)]:
+        level = float(np.mean(alone))
+        axes.axhline(level, color=GREY, linestyle=":", label="embedding alone")
+        axes.legend(loc="center left", fontsize=7)
+        _cut(axes, {at: by_seed for at, (_, by_seed) in columns.items()}, level)
+
+
+ROOM = 0.3
+"""Nats per byte above the embedding alone at which the axis of the held-out losses ends."""
+
+
+def _cut(axes: Axes, columns: Mapping[float, Sequence[float]], level: float) -> None:
+    """End the axis `ROOM` above `level`; a column with seeds beyond has an arrow and their losses."""
+    top = level + ROOM
+    within = [loss for by_seed in columns.values() for loss in by_seed if loss <= top]
+    lowest = min([*within, level])
+    axes.set_ylim(lowest - 0.1 * (top - lowest), top)
+    for at, by_seed in columns.items():
+        if beyond := sorted(loss for loss in by_seed if top < loss < np.inf):
+            text = " to ".join(dict.fromkeys(f"{loss:.2f}" for loss in (beyond[0], beyond[-1])))
+            axes.annotate(
+                text,
+                (at, 0.88),
+                (at, 0.74),
+                xycoords=axes.get_xaxis_transform(),
+                rotation=90,
+                ha="center",
+                va="top",
+                fontsize=6.5,
+                arrowprops={"arrowstyle": "->"},
+            )
 
 
 def _draw_costs(axes: Axes, params: Params, trained: Runs) -> None:
@@ -164,15 +194,32 @@ def _draw_costs(axes: Axes, params: Params, trained: Runs) -> None:
     ]
     pairs.append(("embedding 100:1", spread_name(params, "bf16"), spread_name(params, "fp32"), "bf16"))
     pairs.append(("ordinary", ORDINARY["bf16"], ORDINARY["fp32"], "bf16"))
-    for at, (_, ours, theirs, stream) in enumerate(pairs):
+    for at, (place, ours, theirs, stream) in enumerate(pairs):
         differences = np.subtract(held_out(trained[ours]), held_out(trained[theirs]))
         plotting.interval(axes, at, differences.tolist(), plotting.colour(stream))
+        if place != "ordinary" and not all(value > margin(params) for value in worth(trained, theirs)):
+            _say_idle(axes, at, margin(params))
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.axhspan(-0.05, 0.05, color=GREY, alpha=0.15, linewidth=0, label="about the same")
     labels = [f"{place} {stream}" for place, _, _, stream in pairs]
     axes.set_xticks(range(len(pairs)), labels, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
     axes.set(title="What the format costs (seeds, 95 %)", ylabel="nats per byte above fp32")
     axes.legend(loc="best")
+
+
+def _say_idle(axes: Axes, at: float, least: float) -> None:
+    """Beside a column: with FP32, too, the branches are in some seed worth too little for anything to be lost."""
+    axes.text(
+        at + 0.15,
+        0.03,
+        f"no value: branches worth < {least:g}",
+        transform=axes.get_xaxis_transform(),
+        rotation=90,
+        ha="left",
+        va="bottom",
+        fontsize=6,
+        color=GREY,
+    )
 
 
 def _draw_ratios(axes: Axes, params: Params, ratios: pd.DataFrame) -> None:

@@ -32,17 +32,20 @@ STATEMENT = (
 )
 KEY = "shared_only"
 
+CLIPPED = "share of what can be read (a probe that misleads counts as 0)"
+"""Unit where it is likely that probes mislead; see `reading.kept_share`."""
+
 QUESTIONS = {
-    # untrained
+    # untrained; what Taylor's theorem gives the skip is a control
     "skip_order": Question(
         "A3.3",
-        "exact",
+        "control",
         "power of the branches' size",
         "untrained, with residuals, leaving out a block changes the output in the first order of the branches",
     ),
     "swap_order": Question(
         "A3.3",
-        "exact",
+        "control",
         "power of the branches' size",
         "untrained, with residuals, exchanging neighbours changes it in the second order only",
     ),
@@ -61,7 +64,7 @@ QUESTIONS = {
     "unshared_untrained": Question(
         "A3.3",
         "exact",
-        "share of what can be read",
+        CLIPPED,
         "untrained, without residuals, it does not ({shallow} blocks)",
     ),
     # controls
@@ -206,8 +209,14 @@ QUESTIONS = {
     "unshared_none": Question(
         "A3.3",
         "trained",
-        "share of what can be read",
+        CLIPPED,
         "without residuals, a layer's probe reads less than half in the next ({shallow} blocks)",
+    ),
+    "shared_shallow": Question(
+        "A3.3",
+        "trained",
+        "share of what can be read",
+        "with residuals, a layer's probe reads the next layer nearly as well ({shallow} blocks)",
     ),
     "shared_only": Question(
         "A3.3",
@@ -218,7 +227,7 @@ QUESTIONS = {
     "unshared_none_recentred": Question(
         "A3.3",
         "trained",
-        "share of what can be read",
+        CLIPPED,
         "without residuals, it does not where the layers' means are made equal ({shallow} blocks)",
     ),
     "shared_only_recentred": Question(
@@ -537,9 +546,10 @@ def comparisons(params: Params, found: Models) -> dict[str, tuple[list[float], l
 def checks_only(params: Params, found: Models) -> list[Check]:
     """Only with residuals?"""
     differences = {name: paired_difference(*pair) for name, pair in comparisons(params, found).items()}
-    none = found[shallow_name(params, "none")]
+    add, none = (found[shallow_name(params, kind)] for kind in KINDS)
     return _judged(
         params,
+        shared_shallow=mean_of(_kept(add)),
         unshared_none=mean_of(_kept(none)),
         unshared_none_recentred=mean_of(_kept(none, recentred=True)),
         **differences,
@@ -596,7 +606,7 @@ def published(checks: Sequence[Check]) -> list[Published]:
             what="share of accuracy lost when a layer is deleted or two neighbours are exchanged",
             published="0.05 to 0.28",
             ours=ours["neighbours_text"] + " of the gain lost, neighbours exchanged",
-            source="Lad et al. 2024, arXiv 2406.19384",
+            source="Lad et al. 2024, arXiv 2406.19384 (second-hand)",
         ),
         Published(
             what="order in which a language model finds things",

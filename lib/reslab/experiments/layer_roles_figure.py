@@ -80,7 +80,7 @@ def _draw_skills(axes: Axes, found: Sequence[Seen], before: Sequence[Seen]) -> N
     _limit(axes, shown)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set(xlabel="after block (0: embedding)", ylabel="skill of a linear probe (1: certain)")
-    axes.legend(fontsize=7)
+    plotting.legend_beside(axes, ncols=3)
 
 
 def _draw_kinds(axes: Axes, params: Params, found: Models) -> None:
@@ -130,7 +130,7 @@ def _draw_shared(axes: Axes, params: Params, found: Models, before: Models) -> N
     axes.set(
         title="A layer's probe, used in later layers",
         xlabel="layers further on",
-        ylabel="share of what can be read",
+        ylabel="share of what can be read\n(a probe that misleads: 0)",
     )
     plotting.legend_beside(axes, room=0.4, ncols=1)
 
@@ -168,7 +168,7 @@ def _draw_surgery(axes: Axes, params: Params, found: Models) -> None:
     axes.axhline(little, color=GREY, linestyle=":", linewidth=0.8, label="counts as little")
     _limit(axes, shown, [0.0, little])
     axes.set_xticks(range(len(SURGERY)), list(SURGERY), fontsize=8)
-    axes.set(title="Blocks left out, repeated, exchanged", ylabel="share of the gain lost (mean over blocks)")
+    axes.set(title="Blocks left out, repeated, exchanged", ylabel="share of the gain lost\n(mean over blocks)")
     plotting.legend_beside(axes, room=0.4, ncols=1)
 
 

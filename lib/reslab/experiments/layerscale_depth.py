@@ -16,10 +16,10 @@ from reslab.claims import Check, Published, Question, Section, criteria_model, j
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
 from reslab.experiments.layerscale_depth_exact import Exact, closed_networks, exact_estimates, jacobians
 from reslab.experiments.layerscale_depth_opening import closing_cost, effective_depths, opening_table
-from reslab.experiments.runs import decoder_run, image_run
+from reslab.experiments.runs import ENDS, decoder_run, ends_run, image_run
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
-from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_difference, slope
+from reslab.stats import Estimate, detectable, mean_of, paired_difference, share_of, slope
 from reslab.training import RunRecord
 
 if TYPE_CHECKING:
@@ -70,11 +70,14 @@ def _gain_questions(prefix: str, model: str, unit: str) -> dict[str, Question]:
 QUESTIONS = {
     # untrained
     "closed_loss": Question(
-        "A5.1a", "exact", "nats between depths", "at scale 0 the loss is the same at every depth, to {thousand} blocks"
+        "A5.1a",
+        "control",
+        "nats between depths",
+        "at scale 0 the loss is the same at every depth, to {thousand} blocks",
     ),
     "closed_branches": Question(
         "A5.1a",
-        "exact",
+        "control",
         "largest gradient",
         "at scale 0 no weight of a branch has a gradient: only its scale can open it",
     ),
@@ -338,8 +341,6 @@ IMAGE_METHODS = (PLAIN, LARGE, SMALL)
 THOUSAND_METHODS = (PLAIN, SMALL, REZERO)
 CLOSED_METHODS = (SMALL, REZERO)
 """Those at a thousand blocks whose scales can be set to 0 again."""
-ENDS = "embedding and head alone"
-"""A narrow decoder like those of a thousand blocks, of one block that is multiplied by 0."""
 OPENING_METHODS = (PLAIN, SMALL, REZERO)
 
 
@@ -382,13 +383,14 @@ def thousand_arms(params: Params) -> list[Arm]:
         }
     )
 
-    def arm(name: str, depth: int, connection: ConnectionConfig) -> Arm:
-        return Arm(name, decoder_run(small, depth, connection, steps=section.steps), section.learning_rates)
-
-    deep = [
-        arm(arm_name(name, section.depth), section.depth, METHODS[name](section.depth)) for name in THOUSAND_METHODS
-    ]
-    return [*deep, arm(ENDS, 1, ConnectionConfig("scaled", scale=0.0))]
+    configs = {
+        arm_name(method, section.depth): decoder_run(
+            small, section.depth, METHODS[method](section.depth), steps=section.steps
+        )
+        for method in THOUSAND_METHODS
+    }
+    configs[ENDS] = ends_run(small, steps=section.steps)
+    return [Arm(name, config, section.learning_rates) for name, config in configs.items()]
 
 
 def rates(params: Params) -> pd.DataFrame:
@@ -541,7 +543,7 @@ def checks_thousand(params: Params, trained: Runs, costs: dict[str, list[float]]
     ends = held_out(trained[ENDS])
 
     def share(records: list[RunRecord]) -> Estimate:
-        return deterministic(float(np.mean([trains(params, record) for record in records])))
+        return share_of([trains(params, record) for record in records])
 
     return _judged(
         params,
@@ -564,7 +566,7 @@ def checks_thousand(params: Params, trained: Runs, costs: dict[str, list[float]]
 
 def published(checks: Sequence[Check]) -> list[Published]:
     ours = {c.name: str(c.estimate) for c in checks}
-    cait = "Touvron et al. 2021, CaiT, arXiv 2103.17239"
+    cait = "Touvron et al. 2021, CaiT, arXiv 2103.17239 (second-hand)"
     isometry = "Bachlechner et al. 2020, ReZero, arXiv 2003.04887, authors' notebook"
 
     def both(name: str) -> str:

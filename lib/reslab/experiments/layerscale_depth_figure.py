@@ -13,7 +13,6 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from reslab import plotting
 from reslab.comparison import Runs
 from reslab.experiments.layerscale_depth import (
-    ENDS,
     METHODS,
     OPENING_METHODS,
     PLAIN,
@@ -26,6 +25,7 @@ from reslab.experiments.layerscale_depth import (
 )
 from reslab.experiments.layerscale_depth_exact import JACOBIANS
 from reslab.experiments.layerscale_depth_opening import effective_depths
+from reslab.experiments.runs import ENDS
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:

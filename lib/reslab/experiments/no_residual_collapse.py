@@ -15,8 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from reslab import collapse, data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, profile_of, train_arms
-from reslab.curves import context_free_losses, excess_losses
-from reslab.experiments.runs import decoder_run
+from reslab.curves import SPIKE, context_free_losses, excess_losses, spikes
+from reslab.experiments.runs import ENDS, decoder_run, ends_run
 from reslab.models.decoder import DecoderConfig
 from reslab.models.resnet import ResNetConfig
 from reslab.probes import stream_profile
@@ -53,7 +53,10 @@ QUESTIONS = {
         "bidirectional attention alone cubes its distance from rank one at every layer",
     ),
     "causal_halving": Question(
-        "A2.2", "exact", "ratio", "causal attention with equal weights halves its distance from rank one at every layer"
+        "A2.2",
+        "control",
+        "ratio",
+        "causal attention with equal weights halves its distance from rank one at every layer",
     ),
     "cosine_none": Question(
         "A2.2", "exact", "token cosine", "without skips the tokens point one way after {shallow} untrained blocks"
@@ -86,7 +89,7 @@ QUESTIONS = {
         "with skips (Pre-LN) it changes by less than 10 % a block (mean over {deep} untrained blocks)",
     ),
     "hull_excess": Question(
-        "A3.1h", "exact", "excess", "attention outputs stay inside the range of their values in every coordinate"
+        "A3.1h", "control", "excess", "attention outputs stay inside the range of their values in every coordinate"
     ),
     "spread_left": Question(
         "A3.1h", "exact", "share of the range", "after 12 attention layers little of the values' range is left"
@@ -97,6 +100,12 @@ QUESTIONS = {
         "trained",
         "runs diverged",
         "without skips no run blows up: short ones at all rates tried, full ones at the best of them",
+    ),
+    "never_spikes": Question(
+        "A1",
+        "trained",
+        "runs that spiked or diverged",
+        "without skips no full run's loss, less the guess's on the same batches, jumps by {spike:g} nats",
     ),
     "loss_falls": Question(
         "A1", "trained", "nats per byte", "without skips the loss falls from its start to a plateau"
@@ -115,6 +124,12 @@ QUESTIONS = {
         "trained",
         "nats per byte, without - with skips",
         "without skips the model stays near guessing, with skips it learns: each at the best of the rates tried",
+    ),
+    "blocks_take_part": Question(
+        "A1",
+        "trained",
+        "nats per byte gained",
+        "with skips the blocks take part: the model ends below embedding and head trained alone",
     ),
     "resnet_learns": Question("A1r", "control", "test accuracy", "the ResNet with its skips learns the task"),
     "resnet_removed": Question(
@@ -222,6 +237,8 @@ class Parameters(Section):
     skips: tuple[float, ...]
     """Weights of the skip, from 0 (none) to 1 (the standard residual)."""
     learning_rates: Rates
+    ends_learning_rates: Rates
+    """Of embedding and head trained alone."""
     resnet: ResNetArms
     exact: Exact
     criteria: Criteria  # type: ignore[valid-type]
@@ -329,6 +346,7 @@ def _judged(params: Params, **estimates: Estimate) -> list[Check]:
         "shallow": section.exact.depths[0],
         "deep": section.exact.depths[-1],
         "shrunk": section.skips[1],
+        "spike": SPIKE,
         "last": _last_blocks(params),
     }
     return judge(QUESTIONS, section.criteria, estimates, numbers)
@@ -378,8 +396,13 @@ def resnet_arm(params: Params, weight: float) -> Arm:
 
 
 def arms(params: Params) -> list[Arm]:
-    skips = params.claims.no_residual_collapse.skips
-    return [decoder_arm(params, w) for w in skips] + [resnet_arm(params, w) for w in (skips[0], skips[1], skips[-1])]
+    section = params.claims.no_residual_collapse
+    skips = section.skips
+    return [
+        *(decoder_arm(params, weight) for weight in skips),
+        Arm(ENDS, ends_run(params), section.ends_learning_rates),
+        *(resnet_arm(params, weight) for weight in (skips[0], skips[1], skips[-1])),
+    ]
 
 
 def rates(params: Params) -> pd.DataFrame:
@@ -424,14 +447,21 @@ def checks_loss(params: Params, chosen: pd.DataFrame, trained: Runs) -> list[Che
     return _judged(
         params,
         never_diverges=deterministic(outcomes.count("diverged")),
+        never_spikes=deterministic(sum(map(_jumps, none))),
         loss_falls=mean_of(each(none, lambda r: r.train_loss[0] - float(np.mean(plateau(r.train_loss))))),
         near_context_free=paired_difference(held_out(none), [record.context_free_loss for record in none]),
         above_guessing=paired_difference(held_out(none, "test_accuracy"), commonest),
         loss_gap=paired_difference(held_out(none), held_out(full)),
+        blocks_take_part=paired_difference(held_out(trained[ENDS]), held_out(full)),
         resnet_learns=mean_of(nets[1]),
         resnet_removed=paired_difference(nets[1], nets[0]),
         resnet_shrunk=paired_difference(nets[1], nets[shrunk]),
     )
+
+
+def _jumps(record: RunRecord) -> bool:
+    """Did the run diverge, or its loss spike by more than that of the guess on the same batches?"""
+    return record.outcome == "diverged" or bool(spikes(excess_losses(record)))
 
 
 def _most_common_byte_accuracy(record: RunRecord) -> float:

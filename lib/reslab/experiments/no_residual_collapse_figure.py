@@ -18,6 +18,7 @@ from reslab.experiments.no_residual_collapse import (
     plateau,
     skip_name,
 )
+from reslab.experiments.runs import ENDS
 from reslab.stats import moving_average
 
 if TYPE_CHECKING:
@@ -60,13 +61,18 @@ def _draw_test_losses(axes: Axes, params: Params, trained: Runs) -> None:
         name = skip_name(weight)
         plotting.interval(axes, at, held_out(trained[name]), plotting.colour(name))
     entropy = trained[skip_name(0)][0].context_free_loss
-    axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":")
+    grey = plotting.COLOURS["control"]
+    axes.axhline(entropy, color=grey, linestyle=":", label="unigram entropy")
+    ends = [loss for loss in held_out(trained[ENDS]) if np.isfinite(loss)]
+    if ends:
+        axes.axhline(float(np.mean(ends)), color=grey, linestyle="--", label=f"{ENDS} (mean)")
     axes.set_xticks(range(len(skips)), [f"{weight:g}" for weight in skips])
     axes.set(
         title="Held-out loss (seeds, 95 % interval)",
         xlabel="weight of the skip",
         ylabel="nats per byte (test)",
     )
+    plotting.legend_beside(axes, ncols=1)
 
 
 def _draw_plateau(axes: Axes, trained: Runs) -> None:
@@ -95,7 +101,7 @@ def _draw_initial_cosine(axes: Axes, profiles: pd.DataFrame) -> None:
     depths = sorted(profiles["depth"].unique())
     axes.set_xticks(depths, [str(depth) for depth in depths])
     axes.set(
-        title="Untrained: are the tokens alike?", xlabel="depth (blocks)", ylabel="token cosine after the last block"
+        title="Untrained: are the tokens alike?", xlabel="depth (blocks)", ylabel="token cosine\nafter the last block"
     )
     plotting.legend_beside(axes, below=True)
 

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, profile_of, train_arms
-from reslab.curves import context_free_losses, early_loss, first_use_of_context, spikes
+from reslab.curves import context_free_losses, early_loss, first_below, spikes
 from reslab.experiments.pre_vs_post_ln_exact import block_angles, initial_measures, log_slopes, stream_band
 from reslab.experiments.pre_vs_post_ln_grid import (
     Grid,
@@ -28,10 +28,11 @@ from reslab.experiments.pre_vs_post_ln_grid import (
     share_failed,
     tuned_post,
 )
+from reslab.experiments.runs import ENDS
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import deterministic, mean_of, paired_difference
-from reslab.training import RunRecord
+from reslab.training import STALL_MARGIN, RunRecord
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -138,6 +139,12 @@ QUESTIONS = {
         "with {deep} blocks Post-LN hardly trains at usual rates ({rates} of them, {lowest:g} to {highest:g})",
     ),
     "pre_deep": Question("A4.1b", "trained", "share of the rates", "with {deep} blocks Pre-LN does (of {rates} rates)"),
+    "pre_over_ends": Question(
+        "A4.1b",
+        "trained",
+        "nats per byte gained",
+        "Pre-LN with {deep} blocks ends below embedding and head trained alone: the blocks train, too",
+    ),
     "threshold_falls": Question(
         "A4.1b",
         "trained",
@@ -185,8 +192,8 @@ QUESTIONS = {
         "A4.2a",
         "trained",
         "steps, Pre - Post",
-        "Pre-LN needs longer until it uses the context: until its loss is below the context-free guess's on the same "
-        "batches ({shallow} blocks, each at its best rate)",
+        "Pre-LN needs longer until its blocks are of use: until its loss is below that of embedding and head alone, "
+        "trained on the same batches ({shallow} blocks, each at its best rate)",
     ),
     "features_late_same_rate": Question(
         "A4.2a", "trained", "steps, Pre - Post", "so it does at the same rate, Post-LN's best"
@@ -352,7 +359,7 @@ GAIN, WEIGHT = "larger norm gain", "learnt branch weight"
 
 
 def arms(params: Params) -> list[Arm]:
-    """The controls and what is said to make up for Pre-LN's small updates, at the greatest depth."""
+    """What is tried at the greatest depth: controls, cures for small updates; and no block at all."""
     section = _section(params)
     depth, rates = section.depths[-1], section.learning_rates
     per_block = run_config(params, depth, connection=ConnectionConfig("skipinit", initial=1.0))
@@ -363,6 +370,7 @@ def arms(params: Params) -> list[Arm]:
         Arm("Post-LN, DeepNet init", run_config(params, depth, "post", weight_init="deepnorm"), rates),
         Arm(GAIN, run_config(params, depth, norm_gain=section.norm_gain), rates),
         Arm(WEIGHT, per_block, rates, {"one a channel": per_channel}),
+        Arm(ENDS, run_config(params, 1, connection=ConnectionConfig("scaled", scale=0.0)), rates),
     ]
 
 
@@ -434,6 +442,7 @@ def checks_depth(params: Params, tried: Grid, trained: Runs) -> list[Check]:
         params,
         post_deep=mean_of(share(tried, at_deep["Post-LN"], _learns)),
         pre_deep=mean_of(share(tried, at_deep["Pre-LN"], _learns)),
+        pre_over_ends=paired_difference(held_out(trained[ENDS]), held_out(best(params, tried, "Pre-LN", deep))),
         threshold_falls=mean_of(falls),
         post_deepnet=mean_of(each(trained["Post-LN, DeepNet init"], _below_context_free)),
         deepnorm_learns=mean_of(each(trained["DeepNorm"], _below_context_free)),
@@ -478,13 +487,26 @@ def _growth(record: RunRecord) -> float:
     return squares[-1] / squares[0]
 
 
-def checks_stream(params: Params, tried: Grid) -> list[Check]:
+def first_use_of_blocks(records: Sequence[RunRecord], ends: Sequence[RunRecord]) -> list[float]:
+    """By seed: the first step (from 0) at which the mean of 20 losses is `STALL_MARGIN` below that of embedding and
+    head alone on the same batches; not a number if none."""
+    pairs = zip(records, ends, strict=True)
+    return [
+        first_below([a - b for a, b in zip(ours.train_loss, theirs.train_loss, strict=False)], -STALL_MARGIN)
+        if ours.outcome != "diverged"
+        else math.nan
+        for ours, theirs in pairs
+    ]
+
+
+def checks_stream(params: Params, tried: Grid, trained: Runs) -> list[Check]:
     """Sentences A4.1c and A4.2a after training."""
     shallow, deep = _section(params).depths[0], _section(params).depths[-1]
     pre, post = (best(params, tried, method, shallow) for method in ("Pre-LN", "Post-LN"))
     deep_pre, deep_post = (best(params, tried, method, deep) for method in ("Pre-LN", "Post-LN"))
     at_posts_rate = _pre_at_posts_rate(params, tried)
-    own_first, same_first, post_first = (each(r, first_use_of_context) for r in (pre, at_posts_rate, post))
+    ends = trained[ENDS]
+    own_first, same_first, post_first = (first_use_of_blocks(r, ends) for r in (pre, at_posts_rate, post))
     return _judged(
         params,
         post_accumulates_trained=mean_of(each(deep_post, _growth)),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, Runs, choose_rates, each, train_arms
+from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
 from reslab.dilution import Dilution, dilution
 from reslab.experiments.prenorm_dilution_exact import (
     FULL,
@@ -108,10 +108,14 @@ QUESTIONS = {
         EXPONENT,
         "after training the embedding's share in what the head reads (1 / growth) falls with depth, all at {rate:g}",
     ),
+    "embedding_deep_rate": Question(
+        "B2a", "trained", EXPONENT, "it does so with all at the best rate of {deep} blocks"
+    ),
     "embedding_trained": Question("B2a", "trained", EXPONENT, "it does so with each depth at its own best rate"),
     "first_same_rate": Question(
         "B2a", "trained", EXPONENT, "after training the first block's share falls with depth, all at {rate:g}"
     ),
+    "first_deep_rate": Question("B2a", "trained", EXPONENT, "it does so with all at the best rate of {deep} blocks"),
     "first_trained": Question("B2a", "trained", EXPONENT, "it does so with each depth at its own best rate"),
     "embedding_full_same_rate": Question(
         "B2a",
@@ -134,6 +138,12 @@ QUESTIONS = {
         "trained",
         "log10 of the growth, difference",
         "LayerNorm scaling curbs it ({deep} trained blocks, both at {rate:g})",
+    ),
+    "growth_lns_deep_rate": Question(
+        "B2b",
+        "trained",
+        "log10 of the growth, difference",
+        "LayerNorm scaling curbs it ({deep} trained blocks, both at the best rate of Pre-LN)",
     ),
     "growth_lns_trained": Question(
         "B2b",
@@ -283,11 +293,30 @@ def same_rate(params: Params) -> float:
 
 
 def at_same_rate(params: Params, chosen: pd.DataFrame) -> pd.DataFrame:
-    """Stage one's table of Pre-LN at every depth, LayerNorm scaling and Full, with that rate as the chosen one."""
-    depths = section_of(params).depths
-    compared = [*(at_depth(PRE, depth) for depth in depths), *(at_depth(method, depths[-1]) for method in (LNS, FULL))]
-    table = chosen[chosen["arm"].isin(compared)]
-    return table.assign(chosen=table["rate"] == same_rate(params))
+    """A table of rates for `runs`: Pre-LN at every depth, LayerNorm scaling and Full, all at that rate."""
+    return _all_at(params, chosen, same_rate(params), LNS, FULL)
+
+
+def deep_rate(params: Params, chosen: pd.DataFrame) -> float:
+    """The other rate at which depths, and Pre-LN and LayerNorm scaling, are compared: the best of the deepest Pre-LN.
+
+    `same_rate` may lie above the best rates of deep models and at those of the others, which are then better tuned.
+    """
+    deepest = chosen[chosen["arm"] == at_depth(PRE, section_of(params).depths[-1])]
+    return float(deepest.loc[deepest["chosen"], "rate"].item())
+
+
+def at_deep_rate(params: Params, chosen: pd.DataFrame) -> pd.DataFrame:
+    """A table of rates for `runs`: Pre-LN at every depth and LayerNorm scaling, all at that rate."""
+    return _all_at(params, chosen, deep_rate(params, chosen), LNS)
+
+
+def _all_at(params: Params, chosen: pd.DataFrame, rate: float, *methods: str) -> pd.DataFrame:
+    """Pre-LN at every depth and the methods at the deepest, with `rate` chosen of it and all that stage one tried."""
+    depths, tried = section_of(params).depths, chosen.groupby("arm")["rate"].agg(set)
+    names = [*(at_depth(PRE, depth) for depth in depths), *(at_depth(method, depths[-1]) for method in methods)]
+    rows = [(name, "", own, own == rate) for name in names for own in sorted({*tried[name], rate})]
+    return pd.DataFrame(rows, columns=["arm", "setting", "rate", "chosen"])
 
 
 def runs(params: Params, chosen: pd.DataFrame) -> Runs:
@@ -380,8 +409,9 @@ def _log_growth(pair: Pair) -> float:
     return math.log10(pair.trained.growth)
 
 
-def checks_inside(params: Params, trained: Runs, seen: Seen, same: Seen) -> list[Check]:
-    """All sentences after training; `seen` in models at their own best rates, `same` in those of `at_same_rate`."""
+def checks_inside(params: Params, trained: Runs, seen: Seen, same: Seen, same_deep: Seen) -> list[Check]:
+    """All sentences after training; `seen` in models at their own best rates, `same` in those of `at_same_rate`,
+    `same_deep` in those of `at_deep_rate`."""
     section = section_of(params)
     deep, middle = section.depths[-1], section.middle
     pre, plain = (seen[at_depth(method, deep)] for method in (PRE, PLAIN))
@@ -403,11 +433,14 @@ def checks_inside(params: Params, trained: Runs, seen: Seen, same: Seen) -> list
         {
             "learns": mean_of(each(trained[at_depth(PRE, deep)], _below_unigram)),
             "embedding_same_rate": mean_of(over_depth(params, same, embedding_share)),
+            "embedding_deep_rate": mean_of(over_depth(params, same_deep, embedding_share)),
             "embedding_trained": mean_of(over_depth(params, seen, embedding_share)),
             "first_same_rate": mean_of(over_depth(params, same, first_share)),
+            "first_deep_rate": mean_of(over_depth(params, same_deep, first_share)),
             "first_trained": mean_of(over_depth(params, seen, first_share)),
             "stream_grows": mean_of(column(pre, lambda pair: pair.trained.growth)),
             "growth_lns_same_rate": over_pre(same, LNS, _log_growth),
+            "growth_lns_deep_rate": over_pre(same_deep, LNS, _log_growth),
             "growth_lns_trained": over_pre(seen, LNS, _log_growth),
             "outputs_grow": mean_of(column(pre, _learnt_growth)),
             "outputs_grow_plain": mean_of(column(plain, _learnt_growth)),
@@ -428,6 +461,23 @@ def _below_unigram(record: RunRecord) -> float:
 
 
 # --- tables ---------------------------------------------------------------------------------------
+
+
+def losses(trained: Runs, *at_one_rate: Runs) -> pd.DataFrame:
+    """Each arm's own best rate and its test loss there; its test loss in `at_one_rate`, in a column for each rate."""
+    rows = {
+        name: {"own best rate": f"{_rate(records):g}", "test loss": str(mean_of(held_out(records)))}
+        for name, records in trained.items()
+    }
+    for compared in at_one_rate:
+        for name, records in compared.items():
+            rows[name][f"test loss at {_rate(records):g}"] = str(mean_of(held_out(records)))
+    return pd.DataFrame(rows).T.fillna("").rename_axis("arm")
+
+
+def _rate(records: Sequence[RunRecord]) -> float:
+    """The one of all seeds."""
+    return records[0].config.learning_rate
 
 
 def inside_table(seen: Seen) -> pd.DataFrame:
@@ -474,9 +524,9 @@ def published(checks: Sequence[Check]) -> list[Published]:
             ),
             (
                 "growth of GPT2-XL's stream (ours: mean square, last / first)",
-                "1.045 a layer in norm over 48 layers",
+                "68 over 48 layers (1.045 a layer in norm)",
                 "stream_grows",
-                "Heimersheim & Turner 2023",
+                "Heimersheim & Turner 2023 (second-hand)",
             ),
         )
     ]

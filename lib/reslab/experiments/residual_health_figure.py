@@ -142,7 +142,7 @@ def _draw_failure(axes: Axes, params: Params, early: Sequence[Early]) -> None:
             ratios = [min(run.ratio, top) for run in runs if run.failed == failed]
             shift = aside + np.linspace(-0.12, 0.12, len(ratios))
             axes.plot(at + shift, ratios, marker, color=plotting.colour(name), markersize=3.5, linestyle="none")
-    for marker, name, label in (("o", "healthy", "trained in the end"), ("X", EXPLODING, "failed")):
+    for marker, name, label in (("o", "healthy", "did not fail"), ("X", EXPLODING, "failed")):
         axes.plot([], [], marker, color=plotting.colour(name), linestyle="none", label=label)
     if len(finite) < len(early):
         axes.axhline(top, color=plotting.COLOURS["control"], linestyle=":", linewidth=0.8, label="lost before")

@@ -55,7 +55,7 @@ def _draw_growth(axes: Axes, params: Params, against_law: pd.DataFrame, untraine
     black = plotting.COLOURS["control"]
     axes.plot(against_law["scale"], against_law["stream"] * laws, "o", color=black, label="unit branches", **size)
     axes.plot(untrained["scale"], untrained["growth"], "^", color=plotting.colour("add"), label="decoder", **size)
-    axes.set(xscale="log", yscale="log", xlabel="branch scale s", ylabel="mean square of the stream, last / first")
+    axes.set(xscale="log", yscale="log", xlabel="branch scale s", ylabel="mean square of the stream,\nlast / first")
     axes.set_title(f"Untrained: growth over {depth} blocks")
     axes.set_xticks(SCALES, [f"{s:g}" for s in SCALES])
     axes.xaxis.set_minor_locator(NullLocator())
@@ -98,7 +98,7 @@ def _draw_rises(axes: Axes, params: Params, tried: Grid) -> None:
         axes.plot(at, means, color=plotting.colour(name), linewidth=1, label=name)
     axes.set_xticks(range(len(deep.learning_rates)), [f"{rate:g}" for rate in deep.learning_rates])
     axes.set_title(f"{deep.depth} blocks: how far the loss rises again")
-    axes.set(xlabel="peak learning rate", ylabel="largest rise, guess taken off (nats)")
+    axes.set(xlabel="peak learning rate", ylabel="largest rise (nats),\nguess taken off")
     axes.legend()
 
 
@@ -113,7 +113,7 @@ def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
     axes.axhline(entropy, color=plotting.COLOURS["control"], linestyle=":", label="unigram entropy")
     if settled:
         axes.set_ylim(min(*settled, entropy) - 0.1, max(*settled, entropy) + 0.3)
-    axes.set(xlabel="step", ylabel="training loss (nats per byte, mean of 10)")
+    axes.set(xlabel="step", ylabel="training loss\n(nats per byte, mean of 10)")
     axes.set_title(f"{params.claims.residual_scale.depth} blocks, each at its best rate")
     axes.legend()
 

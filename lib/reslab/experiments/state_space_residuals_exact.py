@@ -22,8 +22,11 @@ __all__ = [
     "LEAKY",
     "SHORT_DIAGONAL",
     "SHORT_INCREMENT",
+    "START",
     "STATE",
     "SUM",
+    "WIDE",
+    "WIDE_STATE",
     "Exact",
     "LeakyMixer",
     "exact_estimates",
@@ -32,6 +35,7 @@ __all__ = [
 ]
 
 STATE = "state"
+WIDE_STATE = "state, wide start"
 INCREMENT = "increment 1/T"
 SUM = "increment 1"
 DIAGONAL = "diagonal"
@@ -39,8 +43,14 @@ FIXED = "increment 0.1"
 LEAKY = "leaky 1/T"
 SHORT_INCREMENT = "increment, set short"
 SHORT_DIAGONAL = "diagonal, set short"
-KINDS = (STATE, INCREMENT, SUM, DIAGONAL, FIXED, LEAKY, SHORT_INCREMENT, SHORT_DIAGONAL)
+KINDS = (STATE, WIDE_STATE, INCREMENT, SUM, DIAGONAL, FIXED, LEAKY, SHORT_INCREMENT, SHORT_DIAGONAL)
 """The recurrences whose gradient is computed; those set short are made for the shortest length and run on."""
+
+START, WIDE = 0.55, 1.0
+"""Standard deviation of all matrices times sqrt(d), as in GPT-2, and of the replaced state's other start.
+
+By the circular law it is about the spectral radius of W: at 0.55 a replaced state shrinks by construction, at 1 W alone
+neither shrinks it nor lets it grow, and what shrinks it is the slope of tanh."""
 
 FLOOR = 1e-300
 """Smaller gradients count as this, so that their logarithm is a number."""
@@ -77,7 +87,7 @@ class LeakyMixer(StateMixer):
 
 
 def _mixer(kind: str, width: int, length: int, shortest: int) -> Mixer:
-    if kind == STATE:
+    if kind in (STATE, WIDE_STATE):
         return StateMixer(width)
     if kind == LEAKY:
         return LeakyMixer(width, 1 / length)
@@ -97,21 +107,22 @@ def gradients_over_time(exact: Exact) -> pd.DataFrame:
     """log10 of the gradient over T steps, one row a kind, length and seed: columns kind, length, seed, gradient.
 
     Inputs are white noise of variance 1, as a norm leaves them; matrices have the decoders' standard deviation,
-    0.55/sqrt(d). All kinds of a seed have the same W, U and inputs; nothing of a seed enters the diagonal ones, which
-    have one row a length.
+    START/sqrt(d). All kinds of a seed have the same W, U and inputs, but that W and U of the wide start are larger,
+    WIDE/sqrt(d); nothing of a seed enters the diagonal ones, which have one row a length.
     """
     rows = []
     for seed in range(exact.seeds):
         generator = torch.Generator().manual_seed(seed)
-        std = 0.55 * exact.width**-0.5
+        std = START * exact.width**-0.5
         state_map, input_map = (torch.randn(exact.width, exact.width, generator=generator) * std for _ in range(2))
         inputs = torch.randn(exact.lengths[-1], exact.width, generator=generator)
         for kind in KINDS if seed == 0 else [kind for kind in KINDS if kind not in (DIAGONAL, SHORT_DIAGONAL)]:
             for length in exact.lengths:
                 mixer = _mixer(kind, exact.width, length, exact.lengths[0])
-                mixer.input_map.weight = nn.Parameter(input_map)
+                wider = WIDE / START if kind == WIDE_STATE else 1.0
+                mixer.input_map.weight = nn.Parameter(wider * input_map)
                 if isinstance(mixer, StateMixer):
-                    mixer.state_map.weight = nn.Parameter(state_map)
+                    mixer.state_map.weight = nn.Parameter(wider * state_map)
                 found = log_gradient(mixer, inputs[:length])
                 rows.append({"kind": kind, "length": length, "seed": seed, "gradient": found})
     return pd.DataFrame(rows)
@@ -133,12 +144,15 @@ def exact_estimates(table: pd.DataFrame) -> dict[str, Estimate]:
     share = 10 ** (by_seed[LEAKY][lengths[-1]] - by_seed[INCREMENT][lengths[-1]])
     return {
         "state_rate": fitted(STATE, lengths),
+        "state_rate_wide": fitted(WIDE_STATE, lengths),
         "leaky_share": mean_of(share.tolist()),
         "fixed_grows": last(FIXED),
         "increment_kept": last(INCREMENT),
         "increment_flat": fitted(INCREMENT, np.log10(lengths)),
         "sum_kept": last(SUM),
+        "sum_steady": last(SUM),
         "diagonal_flat": deterministic(slope(np.log10(lengths).tolist(), by_seed[DIAGONAL].iloc[0].tolist())),
         "increment_beyond": last(SHORT_INCREMENT),
+        "increment_beyond_steady": last(SHORT_INCREMENT),
         "diagonal_beyond": deterministic(float(by_seed[SHORT_DIAGONAL][lengths[-1]].iloc[0])),
     }

@@ -23,7 +23,7 @@ from reslab.experiments.state_space_residuals import (
     arm_name,
     gradients_of,
 )
-from reslab.experiments.state_space_residuals_exact import INCREMENT, KINDS, STATE
+from reslab.experiments.state_space_residuals_exact import INCREMENT, KINDS, STATE, WIDE_STATE
 from reslab.stats import mean_of, moving_average
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-MARKERS = dict(zip(KINDS, "xos^DvPd", strict=True)) | {ATTENTION: "*"}
+MARKERS = dict(zip(KINDS, "x+os^DvPd", strict=True)) | {ATTENTION: "*"}
 
 
 def draw(params: Params, initial: pd.DataFrame, trained: Runs, after: pd.DataFrame) -> Figure:
@@ -57,7 +57,7 @@ def _lengths_axis(axes: Axes, lengths: Sequence[int]) -> None:
 def _draw_initial(axes: Axes, initial: pd.DataFrame) -> None:
     for kind in KINDS:
         by_seed = initial[initial["kind"] == kind].pivot(index="length", columns="seed", values="gradient")
-        colour = plotting.colour(kind)
+        colour = plotting.colour(STATE if kind == WIDE_STATE else kind)
         axes.plot(by_seed.index, by_seed.to_numpy(), ".", color=colour, alpha=0.4, markersize=3)
         axes.plot(by_seed.index, by_seed.mean(axis=1), color=colour, marker=MARKERS[kind], markersize=4, label=kind)
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=1)
@@ -126,7 +126,7 @@ def _draw_training(axes: Axes, params: Params, trained: Runs) -> None:
         plotting.seed_lines(axes, method, [moving_average(r.train_loss, window) for r in records])
     axes.axhline(np.log(section.symbols), color=plotting.COLOURS["control"], linestyle=":", label="guessing")
     axes.set(title=f"Training over {section.lengths[-1]} tokens", xlabel="step", ylabel="nats (mean of last batches)")
-    axes.legend(fontsize=6, loc="lower right", bbox_to_anchor=(1, 0.06))
+    plotting.legend_beside(axes, ncols=3)
 
 
 def _draw_two_blocks(axes: Axes, params: Params, trained: Runs) -> None:
