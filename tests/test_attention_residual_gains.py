@@ -20,6 +20,7 @@ from reslab.experiments import attention_residual_gains_exact as exact
 from reslab.experiments import attention_residual_gains_figure as figure
 from reslab.experiments import attention_residual_gains_inside as inside
 from reslab.experiments.attention_residual_gains_inside import Inside
+from reslab.experiments.runs import ENDS
 from reslab.flops import forward_flops
 from reslab.models.decoder import DecoderConfig
 from reslab.params import Params
@@ -110,6 +111,7 @@ def test_arms_are_paired_and_share_their_runs(settings: Params, looked: tuple[Ru
         "embedding 0.02, query rate 0.1",
     ]
     assert list(made["Peri-LN"].candidates) == [""]
+    assert list(made[ENDS].candidates) == ["", "embedding 0.02"], "as Pre-LN's"
 
 
 def test_equal_compute_is_equal() -> None:
@@ -137,6 +139,42 @@ def test_estimates_from_losses_by_hand(settings: Params, trained: Runs) -> None:
     assert found["adds_to_init"] == pytest.approx(0.1 - 0.05)
     record = trained["Full, 2 blocks"][0].model_copy(update={"train_loss": (4.0, 2.0, 9.0, 9.0, 9.0, 9.0, 9.0, 9.0)})
     assert claim.early_loss([record]) == [3.0]
+
+
+def test_what_blocks_are_worth_by_hand(settings: Params, trained: Runs) -> None:
+    """Embedding and head alone lose 1.03, deep Pre-LN 1.0; their operations are those of the head."""
+    with_losses(trained, ENDS, [1.03, 1.03])
+    with_losses(trained, "Pre-LN, 3 blocks", [1.0, 1.0])
+    found = {check.name: check for check in claim.checks_loss(settings, trained)}
+    assert found["blocks_matter"].estimate.value == pytest.approx(0.03)
+    assert (found["blocks_matter"].role, found["blocks_matter"].outcome) == ("control", "holds")
+    losses = claim.losses_by_depth(settings, trained)
+    assert list(losses.index) == [0, 2, 3]
+    assert (losses.to_numpy()[0] == 1.03).all()
+    assert losses.loc[3, "Pre-LN"] == 1.0
+    rows = claim.compute(settings, trained).set_index("method")
+    recipe = trained[ENDS][0].config.optimisation
+    assert rows.loc[ENDS, "flops"] == 3 * 2 * 16 * data.VOCABULARY * 16 * recipe.steps * recipe.batch
+    trained[ENDS][0] = diverged(trained[ENDS][0])
+    lost = {check.name: check for check in claim.checks_loss(settings, trained)}
+    assert lost["blocks_matter"].outcome == "undecided"
+    assert np.isnan(claim.losses_by_depth(settings, trained).to_numpy()[0]).all()
+
+
+def test_full_is_held_against_peers_at_their_depths(settings: Params, trained: Runs) -> None:
+    """At smoke scale DenseFormer and mHC have two blocks, static weights three."""
+    for name, losses in {
+        "Full, 2 blocks": [1.0, 2.0],
+        "Full, 3 blocks": [5.0, 5.0],
+        "DenseFormer, 2 blocks": [1.1, 2.1],
+        "mHC, 2 blocks": [0.9, 1.8],
+        "static, 3 blocks": [5.5, 5.5],
+    }.items():
+        with_losses(trained, name, losses)
+    found = claim.gains(settings, trained)
+    assert found["full_over_denseformer"] == pytest.approx([0.1, 0.1])
+    assert found["full_over_mhc"] == pytest.approx([-0.1, -0.2])
+    assert found["full_over_static"] == pytest.approx([0.5, 0.5])
 
 
 def with_losses(trained: Runs, name: str, losses: list[float], measure: str = "test_loss") -> None:
@@ -240,7 +278,7 @@ def test_summary_is_plain_json(settings: Params, trained: Runs, chosen: pd.DataF
     assert smallest["digits_full"] is None
     assert smallest["full_gain"] > 0
     table = claim.compute(settings, trained)
-    assert (table.loc[table["method"] != "Pre-LN", "relative_cost"] > 1).all()
+    assert (table.loc[table["method"].isin(["Full", "Block"]), "relative_cost"] > 1).all()
 
 
 def test_one_seed_is_undecided(settings: Params, trained: Runs) -> None:

@@ -1,6 +1,8 @@
 """Claim 05's checks, on models that were trained and on runs that diverged; its measures by hand."""
 
+import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
@@ -12,13 +14,13 @@ from matplotlib import pyplot as plt
 from records import diverged
 from reslab import data, params, paths
 from reslab.claims import Check
-from reslab.comparison import Runs
+from reslab.comparison import Arm, RateSweep, Runs
 from reslab.experiments import layer_drop_costs as costs
 from reslab.experiments import layer_drop_measured as measured
 from reslab.experiments import layer_drop_redundancy as claim
 from reslab.experiments import layer_drop_redundancy_figure as figure
 from reslab.experiments.layer_drop_measured import BY_INFLUENCE, BY_LOSS, Healed, Measured
-from reslab.experiments.runs import decoder_run, hops_run
+from reslab.experiments.runs import ENDS, decoder_run, ends_run, hops_run
 from reslab.params import Params
 from reslab.schema import UserError
 from reslab.sweep import Execution, run_all, trained_model
@@ -48,7 +50,7 @@ def initial(settings: Params) -> pd.DataFrame:
 
 @pytest.fixture(scope="module")
 def done(settings: Params, tmp_path_factory: pytest.TempPathFactory) -> Experiment:
-    names = [arm.name for arm in [*claim.text_arms(settings), *claim.hops_arms(settings)]]
+    names = [*(arm.name for arm in [*claim.text_arms(settings), *claim.hops_arms(settings)]), claim.SAME_RATE]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(paths, "RUNS", tmp_path_factory.mktemp("runs"))
         trained = claim.runs(settings, pd.DataFrame({"arm": names, "setting": "", "rate": 1e-2, "chosen": True}))
@@ -98,6 +100,69 @@ def test_arms_share_their_seeds_and_the_common_baseline(settings: Params, done: 
     assert shared.rates == cpu.claims.no_residual_collapse.learning_rates
 
 
+def test_standard_model_is_also_trained_at_fulls_rate(settings: Params, done: Experiment) -> None:
+    """Also where the standard model did not try it; at a rate that both chose these are the same runs."""
+    rates = {claim.text_name("add"): [1e-3, 3e-3], claim.text_name("Full"): [3e-3, 1e-2]}
+    rows = [(arm, rate, rate == max(tried)) for arm, tried in rates.items() for rate in tried]
+    arm = claim.same_rate_arm(settings, pd.DataFrame(rows, columns=["arm", "rate", "chosen"]))
+    assert arm.rates == (1e-2,)
+    [add] = [arm for arm in claim.text_arms(settings) if arm.name == "text: add"]
+    assert arm.config == add.config
+    assert done.trained[claim.SAME_RATE] == done.trained["text: add"]
+
+
+def test_rates_of_text_take_half_the_steps_of_its_runs(settings: Params, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: dict[str, int] = {}
+
+    def noted(arms: Sequence[Arm], sweep: RateSweep, execution: Execution) -> pd.DataFrame:
+        lengths.update({arm.name: sweep.steps for arm in arms})
+        return pd.DataFrame({"arm": [arm.name for arm in arms], "rate": 1e-2, "chosen": True})
+
+    monkeypatch.setattr(claim, "choose_rates", noted)
+    assert set(claim.rates(settings)["arm"]) == {*(n for n in lengths)}
+    assert lengths[claim.SAME_RATE] == lengths["text: add"] == 4
+    assert lengths["hops: add"] == settings.claims.layer_drop_redundancy.hops.sweep_steps
+    cpu = params.preset("cpu")
+    claim.rates(cpu)
+    assert lengths["text: add"] == cpu.sweep.steps
+
+
+def test_shares_on_text_are_of_what_the_blocks_gained(settings: Params, done: Experiment) -> None:
+    """Over embedding and head alone, on the windows that judge dropped blocks; at pointer chasing over a guess."""
+    text, hops = (done.found[name] for name in (claim.SAME_RATE, "hops: add"))
+    assert done.trained[claim.text_name(ENDS)][0].config.model == ends_run(settings).model
+    losses = [one.ends_before for one in done.healed["add"]]
+    assert [model.worth for model in text] == [loss - model.loss for loss, model in zip(losses, text, strict=True)]
+    assert [model.worth for model in hops] == [model.gain for model in hops]
+    one = measured.above_the_ends([model_of((0.2,) * 4, validation_loss=(0.02, 0.6))], [1.5])[0]
+    assert one.shares(BY_LOSS) == pytest.approx([0.04, 1.2])
+    below = measured.above_the_ends([one], [0.9])
+    assert all(map(math.isnan, below[0].shares(BY_LOSS))), "blocks that gained nothing must not look robust"
+    assert math.isnan(costs.mean_cost(below)[0])
+
+
+def test_control_asks_whether_blocks_beat_embedding_and_head(settings: Params, done: Experiment) -> None:
+    trained = dict(done.trained)
+    for worth, outcome in ((0.021, "holds"), (0.019, "fails")):
+        for name, loss in {"text: add": 2.0, claim.text_name(ENDS): 2.0 + worth}.items():
+            trained[name] = [record.model_copy(update={"test_loss": loss}) for record in trained[name]]
+        checks = {check.name: check for check in claim.checks_controls(settings, trained, done.found)}
+        assert (checks["blocks_text"].role, checks["blocks_text"].outcome) == ("control", outcome)
+
+
+def test_record_has_the_influence_of_each_block(settings: Params, done: Experiment) -> None:
+    names = [*done.trained]
+    chosen = pd.DataFrame({"arm": names, "setting": "", "rate": 1e-2, "chosen": True})
+    lost = with_diverged(settings, done, "text: Full")
+    by_method = claim.summary(settings, chosen, done.trained, lost.found)["Block Influence on text"]
+    assert isinstance(by_method, dict)
+    assert list(by_method) == ["add", "Full", "Block", "LayerScale 0.1"]
+    assert by_method["Full"] == [None] * 4
+    models = done.found["text: add"]
+    assert by_method["add"] == pytest.approx([sum(m.influence[b] for m in models) / 2 for b in range(4)], rel=1e-5)
+    assert "NaN" not in json.dumps(by_method)
+
+
 def with_diverged(settings: Params, run: Experiment, arm: str) -> Experiment:
     """The experiment in which the first run of this arm diverged."""
     section = settings.claims.layer_drop_redundancy
@@ -106,7 +171,8 @@ def with_diverged(settings: Params, run: Experiment, arm: str) -> Experiment:
     [lost] = measured.measure_all([record], section.text.look, ALONE, kinds=kinds, most=most)
     healed = dict(run.healed)
     if (method := arm.removeprefix("text: ")) in healed:
-        healed[method] = [*measured.heal_all([record], [lost], section.text.look, 2, ALONE), *healed[method][1:]]
+        ends = run.trained[claim.text_name(ENDS)][:1]
+        healed[method] = [*measured.heal_all([record], [lost], ends, section.text.look, 2, ALONE), *healed[method][1:]]
     trained = run.trained | {arm: [record, *run.trained[arm][1:]]}
     return run._replace(trained=trained, found=run.found | {arm: [lost, *run.found[arm][1:]]}, healed=healed)
 
@@ -118,7 +184,15 @@ def test_diverged_run_is_not_dropped_silently(
     lost = with_diverged(settings, done, arm)
     checks = {check.name: check for check in trained_checks(settings, lost)}
     touched = {
-        "text: add": ["gain_text", "quarter_text", "deeper", "healed_text", "late_cost_text", "fewer_text_full"],
+        "text: add": [
+            "gain_text",
+            "blocks_text",
+            "quarter_text",
+            "deeper",
+            "healed_text",
+            "late_cost_text",
+            "fewer_text_full",
+        ],
         "text: Full": ["gain_text", "fewer_text_full", "free_text", "independent_text", "more_independent_text"],
         "hops: add": ["gain_hops", "shallow_hops", "quarter_hops_influence", "late_cost_hops", "free_hops"],
         "text: add, 5 blocks": ["gain_text", "quarter_deep", "deeper", "late_cost_deep"],
@@ -175,7 +249,7 @@ def test_hops_run_has_the_tasks_vocabulary_and_context(settings: Params) -> None
 def model_of(single: tuple[float, ...], gain: float = 2.0, **curves: tuple[float, ...]) -> Measured:
     named = {name.replace("_", " "): curve for name, curve in curves.items()}
     dropped = {name: tuple(tuple(range(n + 1)) for n in range(len(curve))) for name, curve in named.items()}
-    return Measured(1.0, gain, (0.4, 0.2, 0.1, 0.05), (0.0,) * 4, single, named, dropped)
+    return Measured(1.0, gain, gain, (0.4, 0.2, 0.1, 0.05), (0.0,) * 4, single, named, dropped)
 
 
 def test_interaction_is_the_part_of_the_joint_cost_that_single_costs_do_not_explain() -> None:
@@ -205,7 +279,7 @@ def followed(*greedy: float) -> Measured:
 def test_free_blocks_are_the_most_that_cost_little() -> None:
     models = [followed(0.01, 0.5, 0.6), followed(0.01, 0.5, 0.03), followed(0.1, 0.5, 0.6)]
     assert costs.free_blocks(models, 0.02) == [1, 3, 0]
-    assert math.isnan(costs.free_blocks([replace(models[0], gain=math.nan)], 0.02)[0])
+    assert math.isnan(costs.free_blocks([replace(models[0], worth=math.nan)], 0.02)[0])
 
 
 def test_free_blocks_of_two_methods_differ_unseen_where_both_reach_the_end() -> None:
@@ -219,26 +293,28 @@ def test_free_blocks_of_two_methods_differ_unseen_where_both_reach_the_end() -> 
 
 def test_comparison_of_two_that_lose_all_blocks_free_of_charge_has_no_value(settings: Params, done: Experiment) -> None:
     unhurt = {
-        name: [replace(model, gain=1.0, greedy=(0.0,) * 3) for model in models] for name, models in done.found.items()
+        name: [replace(model, worth=1.0, greedy=(0.0,) * 3) for model in models] for name, models in done.found.items()
     }
     checks = {check.name: check for check in claim.checks_depth_attention(settings, unhurt)}
     smallest = claim.power_table(settings, unhurt)["smallest detectable difference"]
-    for name in ("free_text", "free_hops"):
+    for name in ("free_text", "free_text_same_rate", "free_hops"):
         assert checks[name].outcome == "undecided"
         assert checks[name].estimate.value is None
         assert math.isnan(smallest[name])
 
 
 def test_fewer_blocks_are_judged_like_dropped_ones(settings: Params, done: Experiment) -> None:
-    """Half the blocks lose a tenth of what the whole gained over a context-free loss of 3."""
+    """On text half of them lose a fifth of the gain over embedding and head, at pointer chasing one a tenth of its."""
     trained = dict(done.trained)
-    for name, loss in {claim.text_name("add"): 2.0, claim.half_name(settings): 2.1}.items():
+    losses = {"text: add": 2.0, "text: add, 2 blocks": 2.1, claim.text_name(ENDS): 2.5}
+    for name, loss in (losses | {"hops: add": 2.0, "hops: add, 1 block": 2.1}).items():
         changed = {"test_loss": loss, "context_free_loss": 3.0}
         trained[name] = [record.model_copy(update=changed) for record in trained[name]]
-    table = claim.fewer_blocks(settings, trained)["share of the gain lost"]
-    assert table["text: add", "text: add, 2 blocks"].startswith("0.1 [0.1, 0.1]")
+    table = claim.fewer_blocks(settings, trained)[claim.SHARE]
+    assert table["text: add", "text: add, 2 blocks"].startswith("0.2 [0.2, 0.2]")
+    assert table["hops: add", "hops: add, 1 block"].startswith("0.1 [0.1, 0.1]")
     trained["text: add"] = [diverged(record) for record in trained["text: add"]]
-    assert "not measured" in claim.fewer_blocks(settings, trained)["share of the gain lost"].iloc[0]
+    assert "not measured" in claim.fewer_blocks(settings, trained)[claim.SHARE].iloc[0]
 
 
 def test_slopes_are_over_the_whole_depth() -> None:
@@ -251,9 +327,11 @@ def test_slopes_are_over_the_whole_depth() -> None:
 
 
 def test_healing_is_judged_against_the_whole_model_trained_on() -> None:
-    healed = Healed(whole_before=2.0, dropped_before=2.5, whole_after=1.9, dropped_after=2.0, context_free=3.0)
+    """And against embedding and head alone, trained on, too."""
+    healed = Healed(2.0, 2.5, whole_after=1.9, dropped_after=2.0, ends_before=3.0, ends_after=2.7)
     assert healed.cost(healed=False) == pytest.approx(0.5)
-    assert healed.cost(healed=True) == pytest.approx(0.1 / 1.1)
+    assert healed.cost(healed=True) == pytest.approx(0.1 / 0.8)
+    assert math.isnan(replace(healed, ends_after=1.8).cost(healed=True)), "blocks that gained nothing cannot lose it"
 
 
 # --- models with blocks dropped -------------------------------------------------------------------
@@ -288,7 +366,10 @@ def test_measured_losses_are_those_of_the_model_without_these_blocks(small: RunR
     whole = evaluate(small.config, part, model, "test")
     assert whole is not None
     assert found.loss == whole[0]
-    assert found.gain == pytest.approx(part.context_free_loss("test") - found.loss)
+    assert found.gain == found.worth == pytest.approx(part.context_free_loss("test") - found.loss)
+    assert measured.whole_losses([small, diverged(small)], LOOK, ALONE) == pytest.approx(
+        [whole[0], math.nan], nan_ok=True
+    )
     [further] = measured.measure_all([small], LOOK, ALONE, most=2, to_the_last=True)
     assert replace(further, greedy=found.greedy) == found
     assert further.greedy[:2] == found.greedy == found.curves[BY_LOSS]
@@ -308,8 +389,9 @@ def test_measuring_and_healing_give_the_same_numbers_again_and_leave_the_run_alo
     before = trained_model(small.config).state_dict()
     first, second = (measured.measure_all([small], LOOK, ALONE, most=2) for _ in range(2))
     assert first == second
-    one, other = (measured.heal_all([small], first, LOOK, 3, ALONE)[0] for _ in range(2))
+    one, other = (measured.heal_all([small], first, [small], LOOK, 3, ALONE)[0] for _ in range(2))
     assert one == other
+    assert (one.ends_before, one.ends_after) == (one.whole_before, one.whole_after), "here the same run stands for both"
     assert one.whole_before == first[0].loss
     assert one.dropped_before == pytest.approx(first[0].loss + first[0].curves[BY_INFLUENCE][0])
     assert one.whole_after != one.whole_before

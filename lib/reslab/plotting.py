@@ -164,10 +164,8 @@ def _arrange(drawn: Figure) -> None:
     """
     top = 1 - TITLE_ROOM / drawn.get_figheight() if drawn.get_suptitle() else 1.0
     passes = []
-    for _ in range(
-        3
-    ):  # axes of another size have other ticks, for which the margins of the pass before may be too small
-        drawn.tight_layout(rect=(0, 0, 1, top), pad=0.4, w_pad=0.8, h_pad=0.8)
+    for _ in range(3):  # axes of another size have other ticks, for which the margins before may be too small
+        drawn.tight_layout(rect=(0, 0, 1, top), pad=0.8, w_pad=0.8, h_pad=0.8)
         passes.append({edge: getattr(drawn.subplotpars, edge) for edge in _WIDEST})
     drawn.subplots_adjust(**{edge: widest(found[edge] for found in passes) for edge, widest in _WIDEST.items()})
 

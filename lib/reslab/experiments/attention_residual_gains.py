@@ -29,6 +29,7 @@ from reslab.experiments.attention_residual_gains_arms import (
     text_arms,
 )
 from reslab.experiments.attention_residual_gains_inside import Inside, column, look_inside
+from reslab.experiments.runs import ENDS
 from reslab.flops import forward_flops, modelled_cost, training_flops
 from reslab.models.decoder import DecoderConfig
 from reslab.schema import Settings
@@ -97,6 +98,12 @@ QUESTIONS = {
         "untrained, attention and MLP sublayers read the same: all weights are 1/n",
     ),
     # trained
+    "blocks_matter": Question(
+        "B3a",
+        "control",
+        "nats per byte",
+        "blocks are worth something here: Pre-LN at {deep} blocks ends below embedding and head alone",
+    ),
     "full_gain": Question("B3a", "trained", "nats per byte", "Full ends below Pre-LN at {deep} blocks (test loss)"),
     "block_gain": Question("B3a", "trained", "nats per byte", "Block ends below Pre-LN at {deep} blocks (test loss)"),
     "full_over_equal": Question(
@@ -111,6 +118,19 @@ QUESTIONS = {
         "nats per byte",
         "it is selection, not parameters: Full ends below learnt weights that do not look at the content "
         "({static_depth} blocks)",
+    ),
+    "full_over_denseformer": Question(
+        "B3a",
+        "trained",
+        "nats per byte",
+        "no other learnt mixing over depth does as well: Full ends below DenseFormer's static weights over blocks "
+        "({denseformer_depth} blocks)",
+    ),
+    "full_over_mhc": Question(
+        "B3a",
+        "trained",
+        "nats per byte",
+        "no other learnt mixing over depth does as well: Full ends below mHC of {streams} streams ({mhc_depth} blocks)",
     ),
     "equal_compute_gain": Question(
         "B3a", "trained", "nats per byte", "Full ends below Pre-LN at equal training compute ({deep} blocks)"
@@ -280,6 +300,8 @@ class Parameters(Section):
     query_rates: tuple[float, float]
     """Learning rates of the queries over the model's, the higher first; each arm chooses."""
     learning_rates: Rates
+    ends_learning_rates: Rates
+    """Of embedding and head alone."""
     steps: int | None = Field(ge=4)
     """Of each run on text, half of them for choosing rates; null is as in `optimisation` and `sweep`."""
     balance: float = Field(gt=0)
@@ -359,6 +381,7 @@ def judged(params: Params, **estimates: Estimate) -> list[Check]:
     section = section_of(params)
     numbers = {
         "block": section.block,
+        "streams": section.streams,
         "shallow": section.depths[0],
         "middle": section.middle,
         "deep": section.depths[-1],
@@ -396,10 +419,13 @@ def gains(params: Params, trained: Runs) -> dict[str, list[float]]:
 
     middle = at_depth("Full", section.middle)
     return {
+        "blocks_matter": less(ENDS, at_depth("Pre-LN", deep)),
         "full_gain": at(deep, "Pre-LN", "Full"),
         "block_gain": at(deep, "Pre-LN", "Block"),
         "full_over_equal": at(peers.rescaled, "rescaled", "Full"),
         "full_over_static": at(peers.static, "static", "Full"),
+        "full_over_denseformer": at(peers.denseformer, "DenseFormer", "Full"),
+        "full_over_mhc": at(peers.mhc, "mHC", "Full"),
         "equal_compute_gain": less(at_depth("Pre-LN", deep), "Full, equal compute"),
         "article_gain": at(peers.article, "Pre-LN", "article's form"),
         "digits_full": less("Pre-LN, digits", "Full, digits"),
@@ -505,9 +531,21 @@ def power(params: Params, trained: Runs) -> pd.DataFrame:
     return pd.DataFrame(rows).T.astype(float)
 
 
+def losses_by_depth(params: Params, trained: Runs) -> pd.DataFrame:
+    """Mean test loss in nats of Pre-LN, Full and Block (columns) by blocks; at 0 that of embedding and head alone."""
+    rows = {0: dict.fromkeys(main_methods(params), mean_of(held_out(trained[ENDS])).value)}
+    for depth in section_of(params).depths:
+        arms = {method: trained[at_depth(method, depth)] for method in main_methods(params)}
+        rows[depth] = {method: mean_of(held_out(records)).value for method, records in arms.items()}
+    return pd.DataFrame(rows).T.astype(float).rename_axis("blocks")
+
+
 def compute(params: Params, trained: Runs) -> pd.DataFrame:
-    """Of Pre-LN, Full and Block by depth: mean test loss, training operations, and the modelled cost over Pre-LN's."""
-    rows = []
+    """By depth, mean test loss, training operations, and the modelled cost over Pre-LN's of that depth.
+
+    Of embedding and head alone, and of Pre-LN, Full and Block.
+    """
+    rows = [_without_blocks(trained[ENDS])]
     for depth in section_of(params).depths:
         for method in main_methods(params):
             records = trained[at_depth(method, depth)]
@@ -527,6 +565,14 @@ def compute(params: Params, trained: Runs) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(rows)
+
+
+def _without_blocks(records: Sequence[RunRecord]) -> dict[str, object]:
+    """The row of embedding and head alone, whose one block, multiplied by 0, is not counted."""
+    recipe, model = records[0].config.optimisation, records[0].config.model
+    assert isinstance(model, DecoderConfig)
+    flops = training_flops(model.model_copy(update={"depth": 0}), recipe.steps, recipe.batch)
+    return {"method": ENDS, "depth": 0, "test_loss": mean_of(held_out(records)).value, "flops": flops}
 
 
 def summary(params: Params, chosen: pd.DataFrame, trained: Runs) -> dict[str, object]:
@@ -551,6 +597,8 @@ def published(checks: Sequence[Check]) -> list[Published]:
             ("gain of Full over Pre-LN", "0.029 (1.766 to 1.737)", "full_gain", gains_436m),
             ("gain of Block over Pre-LN", "0.020 (1.766 to 1.746; 8 blocks)", "block_gain", f"{source}, 436M"),
             ("gain of Full over static mixing", "0.012 (1.749 to 1.737)", "full_over_static", gains_436m),
+            ("gain of Full over DenseFormer", "0.030 (1.767 to 1.737)", "full_over_denseformer", gains_436m),
+            ("gain of Full over mHC", "0.010 (1.747 to 1.737)", "full_over_mhc", gains_436m),
             ("cost of keys without norm", "0.006 (1.737 to 1.743)", "key_norm", gains_436m),
             ("gain at equal compute", "1.25 times the compute", "equal_compute_gain", f"{source}, fit of five points"),
             (

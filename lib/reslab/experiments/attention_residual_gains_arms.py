@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from reslab.comparison import Arm
-from reslab.experiments.runs import decoder_run, hops_run, image_run
+from reslab.experiments.runs import ENDS, decoder_run, ends_run, hops_run, image_run
 from reslab.flops import forward_flops
 from reslab.models.decoder import DecoderConfig
 from reslab.residuals import ConnectionConfig, Placement
@@ -29,6 +29,9 @@ __all__ = [
 
 SMALL_EPS = 1e-8
 """Of the norms where the embedding starts small, in every arm: at a larger one depth attention's 1/n would vanish."""
+
+SMALL_EMBEDDING: dict[str, dict[str, object]] = {"embedding 0.02": {"embedding": "gpt2", "norm_eps": SMALL_EPS}}
+"""By name, the other scale of the embedding that arms choose from."""
 
 
 def at_depth(method: str, depth: int) -> str:
@@ -68,7 +71,7 @@ def _text_arm(
     """An arm on text that also chooses how fast its queries learn, and with `small_embedding` that one's scale."""
     scales: dict[str, dict[str, object]] = {"": {}}
     if small_embedding:
-        scales["embedding 0.02"] = {"embedding": "gpt2", "norm_eps": SMALL_EPS}
+        scales |= SMALL_EMBEDDING
     length = steps or section_of(params).steps
     settings = {
         ", ".join(filter(None, (scale, queries))): decoder_run(
@@ -94,6 +97,13 @@ def equal_compute_steps(params: Params) -> int:
 
 def main_methods(params: Params) -> dict[str, ConnectionConfig]:
     return {"Pre-LN": ConnectionConfig(), "Full": full(), "Block": full(block=section_of(params).block)}
+
+
+def ends_arm(params: Params) -> Arm:
+    """Embedding and head alone, at the better of both scales of the embedding, as Pre-LN is."""
+    section = section_of(params)
+    settings = {name: ends_run(params, steps=section.steps, **shape) for name, shape in SMALL_EMBEDDING.items()}
+    return Arm(ENDS, ends_run(params, steps=section.steps), section.ends_learning_rates, settings)
 
 
 def peer_arms(params: Params) -> list[Arm]:
@@ -125,6 +135,7 @@ def text_arms(params: Params) -> list[Arm]:
     fast, slow = section.query_rates
     return [
         *main,
+        ends_arm(params),
         *peer_arms(params),
         arm("Full, equal compute", deep, queries(full()), steps=equal_compute_steps(params)),
         arm("Pre-LN, plain init", middle, {"": ConnectionConfig()}, weight_init="plain"),

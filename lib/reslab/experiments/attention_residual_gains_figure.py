@@ -15,6 +15,7 @@ from reslab.comparison import Runs, held_out
 from reslab.experiments.attention_residual_gains import TITLE, compute, gain_by_depth, gains, interplay
 from reslab.experiments.attention_residual_gains_arms import at_depth, main_methods, section_of
 from reslab.experiments.attention_residual_gains_inside import Inside
+from reslab.experiments.runs import ENDS
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:
@@ -100,6 +101,9 @@ def _draw_compute(axes: Axes, table: pd.DataFrame, params: Params, trained: Runs
         if method != "Pre-LN":
             axes.plot(costs, rows["test_loss"].astype(float), "o--", color=colour, markerfacecolor="white")
     axes.plot([], [], "o--", color="black", markerfacecolor="white", label="by modelled cost")
+    alone = table.loc[table["method"] == ENDS, "test_loss"].astype(float).item()
+    if np.isfinite(alone):
+        axes.axhline(alone, color=plotting.COLOURS["control"], linestyle=":", label=ENDS)
     axes.set_xscale("log")
     axes.set_xticks(
         standard.tolist(), [f"{flops:.1e}\n({depth})".replace("e+", "e") for depth, flops in standard.items()]
@@ -147,24 +151,26 @@ def _draw_elsewhere(axes: Axes, params: Params, trained: Runs) -> None:
     """Full's gain over Pre-LN where something else was changed, too; and what Full loses without what it needs."""
     section, found, crossed = section_of(params), gains(params, trained), interplay(params, trained)
     rows = [
-        ("− zero queries", found["random_queries"], "control"),
-        ("− slow queries", found["fast_queries"], "control"),
-        ("− key norm", found["key_norm"], "control"),
-        ("text, Peri-LN", crossed["adds_to_norm"][1], "Full"),
-        ("text, plain init", crossed["adds_to_init"][1], "Full"),
-        ("text", crossed["adds_to_init"][0], "Full"),
-        ("digits: Block", found["digits_block"], "Block"),
-        ("digits: Full", found["digits_full"], "Full"),
-        ("pointers: Block", found["hops_block"], "Block"),
-        ("pointers: Full", found["hops_full"], "Full"),
+        ("Full, random queries: lost", found["random_queries"], "control"),
+        ("Full, fast queries: lost", found["fast_queries"], "control"),
+        ("Full, no key norm: lost", found["key_norm"], "control"),
+        ("Full, both Peri-LN", crossed["adds_to_norm"][1], "Full"),
+        ("Full, both plain init", crossed["adds_to_init"][1], "Full"),
+        ("Full, text", crossed["adds_to_init"][0], "Full"),
+        ("Block, digits", found["digits_block"], "Block"),
+        ("Full, digits", found["digits_full"], "Full"),
+        ("Block, pointer chasing", found["hops_block"], "Block"),
+        ("Full, pointer chasing", found["hops_full"], "Full"),
     ]
     for at, (_, values, method) in enumerate(rows):
         plotting.interval(axes, at, values, plotting.colour(method), sideways=True)
+        if not np.isfinite(values).any():
+            axes.text(0.01, at, "no value: both at the ceiling, or lost", fontsize=6, va="center")
     _zero(axes, sideways=True)
-    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows])
+    axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=6.5)
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(
         title=f"Elsewhere (text: {section.middle} blocks)",
-        xlabel="nats gained; grey: lost without",
+        xlabel="nats gained over Pre-LN (grey: lost)",
     )

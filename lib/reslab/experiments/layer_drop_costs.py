@@ -1,4 +1,4 @@
-"""What drop curves come to, by seed: costs as shares of the gain, slopes over depth; and tables of them."""
+"""What drop curves come to, by seed: costs as shares of the blocks' gain, slopes over depth; and tables of them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ __all__ = [
     "free_pair",
     "healing_table",
     "influence_slopes",
+    "influence_table",
     "interaction_sizes",
     "mean_cost",
     "quarter_cost",
@@ -25,17 +26,17 @@ __all__ = [
 
 
 def quarter_cost(found: Sequence[Measured], order: str) -> list[float]:
-    """Share of the gain that a quarter of the blocks costs, by seed."""
+    """Share of the blocks' gain that a quarter of the blocks costs, by seed."""
     return [model.shares(order)[quarter(len(model.single)) - 1] for model in found]
 
 
 def mean_cost(found: Sequence[Measured], order: str = BY_LOSS) -> list[float]:
-    """Share of the gain lost, averaged over the numbers of blocks dropped (the area under the drop curve), by seed."""
+    """Share of the blocks' gain lost, averaged over the numbers of blocks dropped (the area under the curve)."""
     return [float(np.mean(model.shares(order))) for model in found]
 
 
 def free_blocks(found: Sequence[Measured], free: float) -> list[float]:
-    """The largest number of blocks that cost at most the share `free` of the gain, by seed; greedily by loss.
+    """The largest number of blocks that cost at most the share `free` of the gain of all, by seed; greedily by loss.
 
     All but one may go, as far as the order was followed.
     """
@@ -59,7 +60,7 @@ def free_pair(ours: Sequence[Measured], theirs: Sequence[Measured], free: float)
 def cost_slopes(found: Sequence[Measured], ends: int = 0) -> list[float]:
     """Slope of the cost of deleting one block against its place from 0 (first) to 1 (last), by seed.
 
-    Costs are shares of the gain; the first and last `ends` blocks are left out.
+    Costs are shares of the blocks' gain; the first and last `ends` blocks are left out.
     """
     return [_slope([model.share(cost) for cost in model.single], ends) for model in found]
 
@@ -87,7 +88,7 @@ def interaction_sizes(found: Sequence[Measured]) -> list[float]:
 
 
 def cost_table(found: Mapping[str, Sequence[Measured]]) -> pd.DataFrame:
-    """Share of the gain lost, by arm and order: for a quarter of the blocks, and on average over the drop curve."""
+    """Share of the blocks' gain lost, by arm and order: for a quarter of them, and on average over the drop curve."""
     rows = []
     for arm, seeds in found.items():
         for order in ORDERS:
@@ -101,8 +102,17 @@ def cost_table(found: Mapping[str, Sequence[Measured]]) -> pd.DataFrame:
     return pd.DataFrame(rows).set_index(["arm", "order"])
 
 
+def influence_table(found: Mapping[str, Sequence[Measured]]) -> pd.DataFrame:
+    """Block Influence by block (from 0) and arm, a mean over seeds; not a number where a run diverged."""
+    means = {
+        arm: [mean_of(values).value for values in zip(*(model.influence for model in seeds), strict=True)]
+        for arm, seeds in found.items()
+    }
+    return pd.DataFrame(means, dtype=float).rename_axis(index="block")
+
+
 def healing_table(after: Mapping[str, Sequence[Healed]]) -> pd.DataFrame:
-    """Share of the gain that the quarter of lowest Block Influence costs, at once and after training on."""
+    """Share of the blocks' gain that the quarter of lowest Block Influence costs, at once and after training on."""
     rows = {
         method: {
             "at once": str(mean_of([each.cost(healed=False) for each in seeds])),

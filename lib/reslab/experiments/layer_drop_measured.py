@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import Field
@@ -32,10 +32,12 @@ __all__ = [
     "Look",
     "Measured",
     "Part",
+    "above_the_ends",
     "heal_all",
     "measure_all",
     "quarter",
     "random_name",
+    "whole_losses",
 ]
 
 BY_LOSS = "validation loss"
@@ -109,6 +111,8 @@ class Measured:
     """Of the whole model."""
     gain: float
     """What the whole model gained: the context-free loss less its own."""
+    worth: float
+    """What its blocks gained, of which costs are shares: see `above_the_ends`, without which it is `gain`."""
     influence: tuple[float, ...]
     """BI of each block, on validation data."""
     predicted: tuple[float, ...]
@@ -123,11 +127,11 @@ class Measured:
     """Loss added by dropping 1, 2, ... blocks by validation loss, as far as the order was followed."""
 
     def share(self, cost: float) -> float:
-        """A cost as a share of the gain; not a number where nothing was gained, so that nothing can be lost."""
-        return cost / self.gain if self.gain > 0 else math.nan
+        """A cost as a share of what the blocks gained; not a number where that is nothing, so that none can be lost."""
+        return cost / self.worth if self.worth > 0 else math.nan
 
     def shares(self, order: str) -> list[float]:
-        """A drop curve as shares of the gain."""
+        """A drop curve as shares of what the blocks gained."""
         return [self.share(cost) for cost in self.curves[order]]
 
     def random_curve(self) -> list[float]:
@@ -190,9 +194,11 @@ def _measure(
             known[gone] = without(gone, "test") - whole
         return known[gone]
 
+    gain = judging.context_free_loss("test") - whole
     return Measured(
         loss=whole,
-        gain=judging.context_free_loss("test") - whole,
+        gain=gain,
+        worth=gain,
         influence=tuple(influences),
         predicted=tuple(influence.predicted_influences(xs)),
         single=tuple(added(frozenset({block})) for block in range(depth)),
@@ -211,8 +217,9 @@ def _decoder(config: RunConfig, trained: bool) -> Decoder:
 def _unmeasured(depth: int, look: Look, kinds: Collection[str], most: int) -> Measured:
     """Of a run that diverged: no number, and no set of blocks."""
     names = [*map(random_name, range(look.random_orders)), *kinds]
-    none, curves = (math.nan,) * depth, dict.fromkeys(names, (math.nan,) * most)
-    return Measured(math.nan, math.nan, none, none, none, curves, dict.fromkeys(names, ((),) * most), none[1:])
+    lost = math.nan
+    none, curves = (lost,) * depth, dict.fromkeys(names, (lost,) * most)
+    return Measured(lost, lost, lost, none, none, none, curves, dict.fromkeys(names, ((),) * most), none[1:])
 
 
 def measure_all(
@@ -238,53 +245,75 @@ def measure_all(
     return side_by_side(job, records, execution, "dropping blocks")
 
 
+def whole_losses(records: Sequence[RunRecord], look: Look, execution: Execution) -> list[float]:
+    """Test loss of each run's model, on the examples that `measure_all` judges on; not a number where it diverged."""
+
+    def job(record: RunRecord) -> float:
+        if record.outcome == "diverged":
+            return math.nan
+        task = Part(data.load(record.config.task), look.judging)
+        found = evaluate(record.config, task, _decoder(record.config, trained=True), "test")
+        return math.inf if found is None else found[0]
+
+    return side_by_side(job, records, execution, "measuring whole models")
+
+
+def above_the_ends(found: Sequence[Measured], ends: Sequence[float]) -> list[Measured]:
+    """The same models, whose blocks are worth what they end below the loss of embedding and head alone, by seed."""
+    return [replace(model, worth=loss - model.loss) for model, loss in zip(found, ends, strict=True)]
+
+
 # --- healing --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Healed:
-    """Test losses in nats before and after some more steps, of the whole model and of one with blocks dropped.
+    """Test losses in nats before and after some more steps: whole, with blocks dropped, of embedding and head alone.
 
-    Not numbers where the run diverged, infinite where training on did.
+    Not numbers where one of the runs diverged, infinite where training on did.
     """
 
     whole_before: float
     dropped_before: float
     whole_after: float
     dropped_after: float
-    context_free: float
+    ends_before: float
+    ends_after: float
 
     def cost(self, *, healed: bool) -> float:
-        """What the dropped blocks cost, as a share of what the whole model gained; both trained on where `healed`."""
-        whole, dropped = self.whole_before, self.dropped_before
+        """What the dropped blocks cost, as a share of what all blocks gained; all three trained on where `healed`."""
+        whole, dropped, ends = self.whole_before, self.dropped_before, self.ends_before
         if healed:
-            whole, dropped = self.whole_after, self.dropped_after
-        gain = self.context_free - whole
-        return (dropped - whole) / gain if gain > 0 else math.nan
+            whole, dropped, ends = self.whole_after, self.dropped_after, self.ends_after
+        worth = ends - whole
+        return (dropped - whole) / worth if worth > 0 else math.nan
 
 
 def heal_all(
     records: Sequence[RunRecord],
     measured: Sequence[Measured],
+    ends: Sequence[RunRecord],
     look: Look,
     steps: int,
     execution: Execution,
 ) -> list[Healed]:
     """Each run trained on for `steps` steps, once whole and once without the quarter of lowest Block Influence.
 
-    On the batches that would have come next, at the rate at which the schedule ended (a thousandth of its peak where
-    that is 0), with AdamW's averages anew.
+    So is the same seed's run of embedding and head alone, one of `ends`. All on the batches that would have come
+    next, at the rate at which the schedule ended (a thousandth of its peak where that is 0), with AdamW's averages
+    anew.
     """
 
-    def job(pair: tuple[RunRecord, Measured]) -> Healed:
-        record, model = pair
-        if record.outcome == "diverged":
-            return Healed(*[math.nan] * 5)
+    def job(of_one_seed: tuple[RunRecord, Measured, RunRecord]) -> Healed:
+        record, model, alone = of_one_seed
+        if "diverged" in (record.outcome, alone.outcome):
+            return Healed(*[math.nan] * 6)
         gone = model.dropped[BY_INFLUENCE][quarter(record.config.model.depth) - 1]
         whole, dropped = (_heal(record.config, blocks, look, steps) for blocks in ((), gone))
-        return Healed(whole[0], dropped[0], whole[1], dropped[1], model.loss + model.gain)
+        without = _heal(alone.config, (), look, steps)
+        return Healed(whole[0], dropped[0], whole[1], dropped[1], *without)
 
-    return side_by_side(job, list(zip(records, measured, strict=True)), execution, "healing")
+    return side_by_side(job, list(zip(records, measured, ends, strict=True)), execution, "healing")
 
 
 def _heal(config: RunConfig, gone: Collection[int], look: Look, steps: int) -> tuple[float, float]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,20 +15,21 @@ from pydantic import Field, model_validator
 
 from reslab import data
 from reslab.claims import Check, Published, Question, Section, criteria_model, judge
-from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
+from reslab.comparison import Arm, Rates, Runs, arms_summary, choose_rates, each, held_out, train_arms
 from reslab.experiments import layer_drop_exact as untrained
 from reslab.experiments import layer_drop_measured as measured
 from reslab.experiments.layer_drop_costs import (
     cost_slopes,
     free_pair,
     influence_slopes,
+    influence_table,
     interaction_sizes,
     mean_cost,
     quarter_cost,
 )
 from reslab.experiments.layer_drop_exact import Exact
 from reslab.experiments.layer_drop_measured import BY_INFLUENCE, BY_LOSS, Healed, Look, Measured, quarter
-from reslab.experiments.runs import decoder_run, hops_run
+from reslab.experiments.runs import ENDS, decoder_run, ends_run, hops_run
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_difference
@@ -42,6 +45,7 @@ STATEMENT = (
 )
 KEY = "fewer_text_full"
 
+SHARE = "share of the blocks' gain lost"
 
 QUESTIONS = {
     # untrained
@@ -67,6 +71,12 @@ QUESTIONS = {
     "gain_text": Question(
         "B2c", "control", "nats below unigram entropy", "on text every arm has learned something that can be lost"
     ),
+    "blocks_text": Question(
+        "B2c",
+        "control",
+        "nats per byte",
+        "on text {depth} blocks gain something: the standard model ends below embedding and head alone",
+    ),
     "gain_hops": Question(
         "B2c", "control", "nats below ln {symbols}", "at pointer chasing every arm has learned something to lose"
     ),
@@ -79,69 +89,69 @@ QUESTIONS = {
     "quarter_text": Question(
         "B2c",
         "trained",
-        "share of the gain lost",
+        SHARE,
         "on text, of {depth} blocks, needed or not, the {quarter} that validation loss misses least cost little",
     ),
     "quarter_text_influence": Question(
         "B2c",
         "trained",
-        "share of the gain lost",
+        SHARE,
         "on text, of {depth} blocks, needed or not, the {quarter} of lowest Block Influence cost little",
     ),
     "quarter_hops": Question(
         "B2c",
         "trained",
-        "share of the gain lost",
+        SHARE,
         "at pointer chasing, of {depth_hops} blocks, needed or not, the {quarter_hops} that validation loss misses "
         "least cost little",
     ),
     "quarter_hops_influence": Question(
         "B2c",
         "trained",
-        "share of the gain lost",
+        SHARE,
         "at pointer chasing, of {depth_hops} blocks, needed or not, the {quarter_hops} of lowest Block Influence cost "
         "little",
     ),
     "quarter_deep": Question(
         "B2c",
         "trained",
-        "share of the gain lost",
+        SHARE,
         "on text, of {deep} blocks, needed or not, the {quarter_deep} that validation loss misses least cost little",
     ),
     "deeper": Question(
         "B2c",
         "trained",
-        "share of the gain lost, difference",
+        f"{SHARE}, difference",
         "the deeper the model, the less its most dispensable quarter costs: {deep} blocks against {depth}",
     ),
     "healed_text": Question(
         "B2c",
         "trained",
-        "share of the gain lost",
+        SHARE,
         "on text, {healing} more steps make up for the {quarter} blocks of lowest Block Influence",
     ),
     "late_cost_text": Question(
         "B2c",
         "trained",
-        "share of the gain, slope over depth",
+        "share of the blocks' gain, slope over depth",
         "on text, the later a block, the less is lost by deleting it alone",
     ),
     "late_cost_inner_text": Question(
         "B2c",
         "trained",
-        "share of the gain, slope over depth",
+        "share of the blocks' gain, slope over depth",
         "on text, this holds also without the first and the last block",
     ),
     "late_cost_deep": Question(
         "B2c",
         "trained",
-        "share of the gain, slope over depth",
+        "share of the blocks' gain, slope over depth",
         "on text with {deep} blocks, the later a block, the less is lost by deleting it alone",
     ),
     "late_cost_hops": Question(
         "B2c",
         "trained",
-        "share of the gain, slope over depth",
+        "share of the blocks' gain, slope over depth",
         "at pointer chasing, the later a block, the less is lost by deleting it alone",
     ),
     "late_influence_text": Question(
@@ -160,19 +170,19 @@ QUESTIONS = {
     "fewer_text_full": Question(
         "B8",
         "trained",
-        "share of the gain lost, Full - add",
+        f"{SHARE}, Full - add",
         "on text, dropping 1 to {half} blocks costs more on average with Full attention over depth",
     ),
     "fewer_text_block": Question(
         "B8",
         "trained",
-        "share of the gain lost, Block - add",
+        f"{SHARE}, Block - add",
         "on text, dropping 1 to {half} blocks costs more on average with attention over depth in Block form",
     ),
     "fewer_hops_full": Question(
         "B8",
         "trained",
-        "share of the gain lost, Full - add",
+        f"{SHARE}, Full - add",
         "at pointer chasing, dropping 1 to {half_hops} blocks costs more on average with Full attention over depth",
     ),
     "free_text": Question(
@@ -181,6 +191,12 @@ QUESTIONS = {
         "blocks, Full - add",
         "on text, of {depth} blocks, dropped until one is left, fewer go free (for {free:.0%} of the gain at most) "
         "with Full attention over depth",
+    ),
+    "free_text_same_rate": Question(
+        "B8",
+        "trained",
+        "blocks, Full - add",
+        "on text, fewer go free with Full attention over depth also where both train at one learning rate, Full's",
     ),
     "free_hops": Question(
         "B8",
@@ -231,9 +247,11 @@ class TextArms(Settings):
     depth: int = Field(ge=FEWEST)
     deep: int = Field(ge=FEWEST)
     """Blocks of a deeper model with the standard connection."""
-    steps: int | None = Field(default=None, ge=1)
-    """Null for those of all claims, which shares runs with them."""
+    steps: int | None = Field(default=None, ge=2)
+    """Of each run, half of them for choosing rates; null is as in `optimisation` and `sweep`, which shares runs."""
     learning_rates: Rates
+    ends_learning_rates: Rates
+    """Of embedding and head alone."""
     look: Look
 
     @model_validator(mode="after")
@@ -275,7 +293,7 @@ class Parameters(Section):
     layerscale: float = Field(gt=0)
     """LayerScale's start."""
     free: float = Field(gt=0, lt=1)
-    """Share of the gain up to which blocks go free of charge."""
+    """Share of the blocks' gain up to which blocks go free of charge."""
     healing_steps: int = Field(ge=1)
     exact: Exact
     criteria: Criteria  # type: ignore[valid-type]
@@ -369,8 +387,11 @@ def half_name(params: Params) -> str:
     return f"text: add, {params.claims.layer_drop_redundancy.text.depth // 2} blocks"
 
 
+SAME_RATE = text_name("add at Full's rate")
+
+
 def text_arms(params: Params) -> list[Arm]:
-    """The deep model first, as it takes longest."""
+    """The deep model first, as it takes longest; embedding and head alone last."""
     text = params.claims.layer_drop_redundancy.text
 
     def arm(name: str, depth: int, kind: ConnectionConfig) -> Arm:
@@ -378,7 +399,15 @@ def text_arms(params: Params) -> list[Arm]:
 
     deep = arm(deep_name(params), text.deep, ConnectionConfig())
     half = arm(half_name(params), text.depth // 2, ConnectionConfig())
-    return [deep, half, *(arm(text_name(name), text.depth, kind) for name, kind in methods(params).items())]
+    alone = Arm(text_name(ENDS), ends_run(params, steps=text.steps), text.ends_learning_rates)
+    return [deep, half, *(arm(text_name(name), text.depth, kind) for name, kind in methods(params).items()), alone]
+
+
+def same_rate_arm(params: Params, chosen: pd.DataFrame) -> Arm:
+    """The standard model on text at the rate that Full chose: the same runs where both chose alike."""
+    [rate] = chosen.loc[chosen["chosen"] & (chosen["arm"] == text_name("Full")), "rate"]
+    [add] = [arm for arm in text_arms(params) if arm.name == text_name("add")]
+    return replace(add, name=SAME_RATE, rates=(float(rate),))
 
 
 def hops_arms(params: Params) -> list[Arm]:
@@ -393,20 +422,19 @@ def hops_arms(params: Params) -> list[Arm]:
 
 
 def rates(params: Params) -> pd.DataFrame:
-    """Stage one of the comparison: a learning rate for every arm."""
-    longer = params.sweep.of(params.claims.layer_drop_redundancy.hops.sweep_steps)
-    return pd.concat(
-        [
-            choose_rates(text_arms(params), params.sweep, params.execution),
-            choose_rates(hops_arms(params), longer, params.execution),
-        ],
-        ignore_index=True,
-    )
+    """Stage one of the comparison: a learning rate for every arm, and Full's for the standard model, too."""
+    section = params.claims.layer_drop_redundancy
+    short = params.sweep if section.text.steps is None else params.sweep.of(section.text.steps // 2)
+    longer = params.sweep.of(section.hops.sweep_steps)
+    text = choose_rates(text_arms(params), short, params.execution)
+    same = choose_rates([same_rate_arm(params, text)], short, params.execution)
+    return pd.concat([text, same, choose_rates(hops_arms(params), longer, params.execution)], ignore_index=True)
 
 
 def runs(params: Params, chosen: pd.DataFrame) -> Runs:
     """Stage two: every arm at its rate on all seeds; the trained weights are kept."""
-    return train_arms([*text_arms(params), *hops_arms(params)], chosen, params.seeds, params.execution, weights=True)
+    arms = [*text_arms(params), same_rate_arm(params, chosen), *hops_arms(params)]
+    return train_arms(arms, chosen, params.seeds, params.execution, weights=True)
 
 
 # --- what dropping does ---------------------------------------------------------------------------
@@ -416,21 +444,28 @@ Models = dict[str, list[Measured]]
 
 
 def models(params: Params, trained: Runs) -> Models:
-    """The trained models with blocks dropped."""
-    section, execution = params.claims.layer_drop_redundancy, params.execution
-    found: Models = {}
-    for method in methods(params):
-        found[text_name(method)] = measured.measure_all(
-            trained[text_name(method)], section.text.look, execution, most=section.text.depth // 2, to_the_last=True
-        )
-    for method in HOPS_METHODS:
-        found[hops_name(method)] = measured.measure_all(
-            trained[hops_name(method)], section.hops.look, execution, most=section.hops.depth // 2, to_the_last=True
-        )
-    deep = deep_name(params)
-    kinds, most = (BY_LOSS, BY_INFLUENCE), quarter(section.text.deep)
-    found[deep] = measured.measure_all(trained[deep], section.text.look, execution, kinds=kinds, most=most)
+    """The trained models with blocks dropped.
+
+    What the blocks gained is on text the loss of embedding and head alone less the model's own. At pointer chasing,
+    where these see no table and can only guess, it is the best guess's loss less the model's own.
+    """
+    text, hops = params.claims.layer_drop_redundancy.text, params.claims.layer_drop_redundancy.hops
+    measure = partial(measured.measure_all, execution=params.execution)
+    half, deep = text.depth // 2, deep_name(params)
+    names = map(text_name, methods(params))
+    found = {name: measure(trained[name], text.look, most=half, to_the_last=True) for name in names}
+    found[SAME_RATE] = measure(trained[SAME_RATE], text.look, kinds=(BY_LOSS,), most=half, to_the_last=True)
+    found[deep] = measure(trained[deep], text.look, kinds=(BY_LOSS, BY_INFLUENCE), most=quarter(text.deep))
+    ends = measured.whole_losses(trained[text_name(ENDS)], text.look, params.execution)
+    found = {name: measured.above_the_ends(models, ends) for name, models in found.items()}
+    for name in map(hops_name, HOPS_METHODS):
+        found[name] = measure(trained[name], hops.look, most=hops.depth // 2, to_the_last=True)
     return found
+
+
+def on_text(params: Params, found: Models) -> Models:
+    """By method, what was measured of its models on text, all of the same depth."""
+    return {method: found[text_name(method)] for method in methods(params)}
 
 
 def untrained_models(params: Params, trained: Runs) -> list[Measured]:
@@ -447,6 +482,7 @@ def healed(params: Params, trained: Runs, found: Models) -> dict[str, list[Heale
         method: measured.heal_all(
             trained[text_name(method)],
             found[text_name(method)],
+            trained[text_name(ENDS)],
             section.text.look,
             section.healing_steps,
             params.execution,
@@ -460,13 +496,15 @@ def healed(params: Params, trained: Runs, found: Models) -> dict[str, list[Heale
 
 def checks_controls(params: Params, trained: Runs, found: Models) -> list[Check]:
     """What must hold for the rest to mean anything."""
-    text = [models for name, models in found.items() if name.startswith(text_name(""))]
+    text = [found[name] for name in (*map(text_name, methods(params)), deep_name(params))]
     hops = [found[hops_name(method)] for method in HOPS_METHODS]
     shallow = shallow_name(params.claims.layer_drop_redundancy.hops.shallow[0])
     accuracies = [held_out(trained[name], "test_accuracy") for name in (hops_name("add"), shallow)]
+    ends, add = (held_out(trained[text_name(name)]) for name in (ENDS, "add"))
     return _judged(
         params,
         gain_text=mean_of(_least_gain(text)),
+        blocks_text=paired_difference(ends, add),
         gain_hops=mean_of(_least_gain(hops)),
         shallow_hops=paired_difference(*accuracies),
     )
@@ -518,6 +556,7 @@ def comparisons(params: Params, found: Models) -> dict[str, tuple[list[float], l
         "fewer_text_block": (mean_cost(block), mean_cost(add)),
         "fewer_hops_full": (mean_cost(hops_full), mean_cost(hops_add)),
         "free_text": free_pair(full, add, free),
+        "free_text_same_rate": free_pair(full, found[SAME_RATE], free),
         "free_hops": free_pair(hops_full, hops_add, free),
         "more_independent_text": (interaction_sizes(full), interaction_sizes(add)),
         "more_independent_hops": (interaction_sizes(hops_full), interaction_sizes(hops_add)),
@@ -539,21 +578,30 @@ def checks_depth_attention(params: Params, found: Models) -> list[Check]:
 # --- tables ---------------------------------------------------------------------------------------
 
 
+def blocks_gain(trained: Runs, name: str) -> list[float]:
+    """What an arm's blocks gained by seed, in nats of its runs' own test losses; see `models`."""
+    if name.startswith(text_name("")):
+        without = held_out(trained[text_name(ENDS)])
+    else:
+        without = each(trained[name], lambda record: record.context_free_loss)
+    return [loss - own for loss, own in zip(without, held_out(trained[name]), strict=True)]
+
+
 def fewer_blocks(params: Params, trained: Runs) -> pd.DataFrame:
     """What models with the standard connection and fewer blocks lose that were trained so from the start.
 
-    As a share of the gain of the deeper one, like what its dropped blocks cost; below 0 where the shallower one is
-    better, so that its blocks were not needed.
+    As a share of what the deeper one's blocks gained, like what its dropped blocks cost; below 0 where the shallower
+    one is better, so that these blocks were not needed.
     """
     shallow = [shallow_name(depth) for depth in params.claims.layer_drop_redundancy.hops.shallow]
     pairs = [(deep_name(params), text_name("add")), (text_name("add"), half_name(params))]
     pairs += [(hops_name("add"), name) for name in shallow]
     rows = []
     for deep, fewer in pairs:
-        gains = each(trained[deep], lambda record: record.context_free_loss - (record.test_loss or math.nan))
+        gains = blocks_gain(trained, deep)
         lost = [f - d for f, d in zip(held_out(trained[fewer]), held_out(trained[deep]), strict=True)]
         shares = [cost / gain if gain > 0 else math.nan for cost, gain in zip(lost, gains, strict=True)]
-        rows.append({"in place of": deep, "trained": fewer, "share of the gain lost": str(mean_of(shares))})
+        rows.append({"in place of": deep, "trained": fewer, SHARE: str(mean_of(shares))})
     return pd.DataFrame(rows).set_index(["in place of", "trained"])
 
 
@@ -562,6 +610,13 @@ def power_table(params: Params, found: Models) -> pd.DataFrame:
     pairs = comparisons(params, found).items()
     smallest = {name: detectable([a - b for a, b in zip(*pair, strict=True)]) for name, pair in pairs}
     return pd.DataFrame({"smallest detectable difference": smallest})
+
+
+def summary(params: Params, chosen: pd.DataFrame, trained: Runs, found: Models) -> dict[str, object]:
+    """For the record: every arm, and the Block Influence after training of each block, a mean over seeds."""
+    by_method = influence_table(on_text(params, found)).items()
+    known = {method: [None if math.isnan(value) else value for value in column] for method, column in by_method}
+    return {**arms_summary(chosen, trained), "Block Influence on text": known}
 
 
 # --- published numbers ----------------------------------------------------------------------------
@@ -580,7 +635,7 @@ def published(checks: Sequence[Check]) -> list[Published]:
             what="layers removed, with healing, before question answering breaks down",
             published="up to half",
             ours=ours["healed_text"] + " of the gain lost at a quarter, healed",
-            source="Gromov et al. 2024, arXiv 2403.17887, abstract",
+            source="Gromov et al. 2024, arXiv 2403.17887, second-hand",
         ),
         Published(
             what="fewer layers deleted free of charge with attention over depth",

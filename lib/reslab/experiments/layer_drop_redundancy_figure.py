@@ -13,7 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from reslab import plotting
 from reslab.experiments.layer_drop_measured import BY_INFLUENCE, BY_LOSS, ORDERS, Healed, Measured, quarter
-from reslab.experiments.layer_drop_redundancy import HOPS_METHODS, TITLE, Models, hops_name, methods, text_name
+from reslab.experiments.layer_drop_redundancy import HOPS_METHODS, SHARE, TITLE, Models, hops_name, on_text, text_name
 from reslab.stats import mean_of
 
 if TYPE_CHECKING:
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["draw"]
 
 RANDOM = "random"
+LINEAR = 0.01
+"""Share below which the axis of single blocks is linear: on text they cost hundredths, at pointer chasing all."""
+SHARES = (-1, -0.1, -LINEAR, 0, LINEAR, 0.1, 1)
+"""Ticks of that axis."""
 
 
 def draw(
@@ -35,8 +39,8 @@ def draw(
     with plotting.figure(2, 3) as (drawn, axes):
         _draw_orders(axes[0], params, found[text_name("add")], untrained)
         _draw_single(axes[1], found)
-        _draw_influence(axes[2], initial, found[text_name("add")], untrained)
-        _draw_methods(axes[3], params, {name: found[text_name(name)] for name in methods(params)}, "Text")
+        _draw_influence(axes[2], initial, found, untrained)
+        _draw_methods(axes[3], params, on_text(params, found), "Text")
         _draw_methods(axes[4], params, {name: found[hops_name(name)] for name in HOPS_METHODS}, "Pointer chasing")
         _draw_healing(axes[5], params, after)
         plotting.title(drawn, TITLE, params.scale)
@@ -82,10 +86,11 @@ def _lines(
 
 
 def _show(axes: Axes, values: Iterable[float]) -> None:
-    """Limits that hold the values and zero; an interval over few seeds may reach far beyond and is cut off."""
-    seen = [0.0, *(value for value in values if np.isfinite(value))]
-    room = 0.1 * (max(seen) - min(seen)) or 0.1
-    axes.set_ylim(min(seen) - room, max(seen) + room)
+    """Limits, on any scale, that hold the values and zero; an interval over few seeds may reach beyond and is cut."""
+    scale = axes.yaxis.get_transform()
+    seen = scale.transform(np.array([0.0, *(value for value in values if np.isfinite(value))]))
+    room = 0.1 * (seen.max() - seen.min()) or 0.1
+    axes.set_ylim(*scale.inverted().transform(np.array([seen.min() - room, seen.max() + room])))
 
 
 def _mark_quarter(axes: Axes, depth: int) -> None:
@@ -104,22 +109,25 @@ def _draw_single(axes: Axes, found: Models) -> None:
             drawn.append(series)
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_yscale("symlog", linthresh=LINEAR)
+    axes.set_yticks(SHARES, [f"{share:g}" for share in SHARES])
     _show(axes, [value for series in drawn for values in series for value in values])
-    axes.set(title="One block deleted", xlabel="block (0: first)", ylabel="share of the gain lost")
+    axes.set(title="One block deleted", xlabel="block (0: first)", ylabel=SHARE)
     plotting.legend_beside(axes)
 
 
-def _draw_influence(
-    axes: Axes, initial: pd.DataFrame, found: Sequence[Measured], untrained: Sequence[Measured]
-) -> None:
+def _draw_influence(axes: Axes, initial: pd.DataFrame, found: Models, untrained: Sequence[Measured]) -> None:
     grey = plotting.COLOURS["control"]
-    plotting.seed_lines(axes, "add", [model.influence for model in found if np.isfinite(model.gain)], label=False)
+    for method in HOPS_METHODS:
+        learnt = [model.influence for model in found[text_name(method)] if np.isfinite(model.gain)]
+        plotting.seed_lines(axes, method, learnt, label=False)
     plotting.seed_lines(axes, "add", [model.influence for model in untrained], style="--", label=False)
     mean = initial.groupby("block")[["measured", "predicted"]].mean()
     axes.plot(mean.index, mean["predicted"], color=grey, linestyle=":", label="plain start: $1-\\sqrt{S_l/S_{l+1}}$")
     axes.plot(initial["block"], initial["measured"], ".", color=grey, alpha=0.4, markersize=4)
     axes.plot([], [], ".", color=grey, label="plain start: measured")
-    axes.plot([], [], color=plotting.colour("add"), label="text, add: trained")
+    for method in HOPS_METHODS:
+        axes.plot([], [], color=plotting.colour(method), label=f"text, {method}: trained")
     axes.plot([], [], color=plotting.colour("add"), linestyle="--", label="text, add: untrained")
     axes.set(title="Block Influence", xlabel="block (0: first)", ylabel="1 - cosine of input and output", yscale="log")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -137,7 +145,7 @@ def _draw_methods(axes: Axes, params: Params, found: Models, task: str) -> None:
     _show(axes, [value for curves in series.values() for curve in curves for value in curve])
     if little is not None and little < axes.get_ylim()[1]:
         axes.axhline(little, color=plotting.COLOURS["control"], linestyle="--", linewidth=0.8, label="little effect")
-    axes.set(title=f"{task}: dropped by loss", xlabel=f"of {depth} blocks dropped", ylabel="share of the gain lost")
+    axes.set(title=f"{task}: dropped by loss", xlabel=f"of {depth} blocks dropped", ylabel=SHARE)
     plotting.legend_beside(axes)
 
 
@@ -156,5 +164,5 @@ def _draw_healing(axes: Axes, params: Params, after: Mapping[str, Sequence[Heale
     axes.axhline(0, color=plotting.COLOURS["control"], linewidth=0.8)
     axes.set_xticks(range(len(after)), list(after))
     axes.set_xlim(-0.5, len(after) - 0.5)
-    axes.set(title="Text: a quarter dropped, healed", ylabel="share of the gain lost")
+    axes.set(title="Text: a quarter dropped, healed", ylabel=SHARE)
     axes.set_xlabel(f"left: at once; right: {steps} training steps on")

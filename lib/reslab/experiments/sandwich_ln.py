@@ -20,7 +20,7 @@ from reslab.flops import forward_flops, norm_flops
 from reslab.models.decoder import DecoderConfig
 from reslab.residuals import ConnectionConfig, Placement
 from reslab.schema import Settings
-from reslab.stats import Estimate, detectable, deterministic, mean_of, paired_difference
+from reslab.stats import Estimate, detectable, deterministic, mean_of, median_of, paired_difference
 from reslab.sweep import run_all
 from reslab.timing import TrainingStep, interleaved
 from reslab.training import RunConfig, RunRecord
@@ -281,13 +281,13 @@ def ratios(timed: pd.DataFrame, method: str, width: int) -> list[float]:
 
 
 def checks_time(params: Params, timed: pd.DataFrame) -> list[Check]:
-    """Sentence A5.2a: the time of a step; n is the number of rounds."""
+    """Sentence A5.2a: the time of a step, in the median of rounds; n is their number."""
     narrow, wide = _widths(params)
     return _judged(
         params,
         {
-            "time_sandwich": mean_of(ratios(timed, SANDWICH, narrow)),
-            "time_wide": mean_of(ratios(timed, SANDWICH, wide)),
+            "time_sandwich": median_of(ratios(timed, SANDWICH, narrow)),
+            "time_wide": median_of(ratios(timed, SANDWICH, wide)),
         },
     )
 
