@@ -7,10 +7,13 @@ round. Before each read a buffer larger than the caches is gone through, as rows
 Letters: X = T d b bytes, one activation: T tokens of width d, b bytes an element; n sources of a read.
 
 Columns: `sublayers` is n for an op. `forward_ms` and `backward_ms` are medians; the optimiser's time is in
-neither, but in the ratio. `modelled_bytes` is what must be moved, forward and backward; of a step, by its reads only.
-`share_of_bandwidth`, of an op: modelled bytes / time / bandwidth of reading, as `read_bandwidth` finds it here.
+neither, but in the ratio. `modelled_bytes` is what must be moved, forward and backward; of a step, by its stream only.
+`share_of_bandwidth`, of an op: modelled bytes / time / bandwidth, forward and backward; `forward_share` forward only.
+Of a step: both numbers beyond pre-norm's, the time within a round; empty where noise hides the extra time.
 `ratio_low` and `ratio_high`, quartiles: of the ratio to pre-norm for a step, of time over its median for an op.
 `peak_mb`, in 10^6 bytes: what a training step has allocated at most, see `TrainingStep.peak_bytes`. `n`: repeats.
+`bandwidth_gbs`, in 10^9 bytes a second, measured beside: of reading on the CPU, of a copy on CUDA. Steps: `plain` is
+the connection without a kernel, which stacks nothing; `naive`, of an op, the definition, which stacks its sources.
 Empty: does not apply. Rows of the device that a run does not measure stay as the file has them.
 """
 
@@ -18,29 +21,31 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
 
-from reslab import data, paths
+from reslab import data, paths, traffic
 from reslab.files import write_atomic
 from reslab.kernel_bench_reads import Implementation, Problem, implementations
 from reslab.kernels.depth_attention import bank
+from reslab.kernels.depth_attention.plan import Group
 from reslab.models.decoder import DecoderConfig
 from reslab.residuals import ConnectionConfig
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.residuals.stack import StreamDtype
 from reslab.schema import UserError
-from reslab.timing import Clock, TrainingStep, interleaved, large_buffer, read_bandwidth
+from reslab.timing import Clock, TrainingStep, copy_bandwidth, interleaved, large_buffer, read_bandwidth
 
-__all__ = ["COLUMNS", "SIZES", "Sizes", "bytes_of_read", "bytes_of_step", "main"]
+__all__ = ["COLUMNS", "SIZES", "Moved", "Sizes", "bytes_of_read", "bytes_of_step", "main"]
 
 COLUMNS = (
     "what", "device", "dtype", "sublayers", "tokens", "width", "kind", "implementation", "forward_ms", "backward_ms",
     "ratio_to_prenorm", "modelled_bytes", "share_of_bandwidth", "threads", "ratio_low", "ratio_high", "peak_mb", "n",
+    "forward_share", "bandwidth_gbs",
 )  # fmt: skip
 
 BLOCKS = 8
@@ -107,18 +112,69 @@ SIZES = {
 # --- models of cost -------------------------------------------------------------------------------
 
 
-def bytes_of_read(sources: int, tokens: int, width: int, element: int) -> int:
+class Moved(NamedTuple):
+    """Bytes."""
+
+    forward: int
+    backward: int
+
+
+PARTIAL = 4
+"""Bytes of a number of a partial sum, which is float32 whatever the rows are."""
+
+
+def bytes_of_read(sources: int, tokens: int, width: int, element: int) -> Moved:
     """Least bytes of one read: (n + 1) X forward and (2n + 1) X backward, a token's rows being kept on the chip."""
-    return (3 * sources + 2) * tokens * width * element
+    row = tokens * width * element
+    return Moved((sources + 1) * row, (2 * sources + 1) * row)
 
 
-def bytes_of_step(options: AttnResOptions, sublayers: int, tokens: int, width: int, element: int) -> int:
-    """Bytes moved by all reads of a step: as planned with a bank; naively (n + 1) X forward and (5n + 1) X backward."""
-    plan = options.plan(sublayers, keep=True)
-    rows = plan.rows_mixed + plan.rows_pulled
-    if options.kernel == "naive":
-        rows = sum(6 * len(read) + 2 for read in plan.reads)
-    return rows * tokens * width * element
+def bytes_of_step(connection: ConnectionConfig, sublayers: int, tokens: int, width: int, element: int) -> Moved:
+    """Bytes moved by the stream of a step: forward as `traffic.of_connection` counts, backward in the same way.
+
+    Backward, pre-norm adds a sublayer's gradient to the stream's, 3 X. The plain form moves (5n + 1) X a read, of
+    which 3n to add up gradients, and 3 X where a sublayer joins a sum. A bank moves what is planned, 2 X a read for
+    <g, h>, and X where a sublayer joins.
+    """
+    rows, options = traffic.of_connection(connection, sublayers), connection.options
+    if rows is None:
+        raise UserError(f"bench kernel: no bytes are modelled for connection {connection.kind!r}; give add or attnres")
+    back, partial, partial_back = 3 * sublayers, 0, 0
+    if isinstance(options, AttnResOptions):
+        plan = options.plan(sublayers, keep=True)
+        back = sum(5 * len(read) + 1 for read in plan.reads) + 3 * sum(plan.joins)
+        if options.fused:
+            back = plan.rows_pulled + 2 * len(plan.reads) + sum(plan.joins)
+            partial, partial_back = _partial_sums(plan.mixing), _partial_sums(plan.pulling)
+    numbers, more = tokens * width, PARTIAL - element
+    return Moved(
+        (int(rows) * element + partial * more) * numbers,
+        (back * element + partial_back * more) * numbers,
+    )
+
+
+def _partial_sums(groups: Sequence[Group]) -> int:
+    """Rows of partial sums: one is written and read for each member of a group that has anything in common."""
+    return sum(2 * len(group.members) for group in groups if group.common)
+
+
+# --- bandwidth ------------------------------------------------------------------------------------
+
+
+def _bandwidth(buffer: Tensor, threads: int) -> float:
+    """Bytes a second of reading; on CUDA, where a sum is not bound by memory alone, of a copy."""
+    device = buffer.device.type
+    measure, said = (read_bandwidth, "torch.sum reads") if device == "cpu" else (copy_bandwidth, "a copy moves")
+    found = measure(buffer)
+    print(f"{device}, threads {threads}: {said} {found / 1e9:.1f} GB/s, over a buffer of {buffer.nbytes / 1e6:.0f} MB")
+    return found
+
+
+def _share(moved: int, milliseconds: np.ndarray, bandwidth: float) -> str:
+    """Of the bandwidth, in the median time; empty where a quarter of the times are not positive, as differences may."""
+    if np.quantile(milliseconds, 0.25) <= 0:
+        return ""
+    return _rounded(moved / (float(np.median(milliseconds)) / 1e3) / bandwidth)
 
 
 # --- one read -------------------------------------------------------------------------------------
@@ -127,10 +183,7 @@ def bytes_of_step(options: AttnResOptions, sublayers: int, tokens: int, width: i
 def _read_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]) -> Iterator[Row]:
     """All reads on so many threads; names of what did not run, and why, are added to `skipped`."""
     buffer = large_buffer(sizes.device)
-    bandwidth = read_bandwidth(buffer)
-    print(
-        f"{sizes.device}, threads {threads}: torch.sum reads {buffer.nbytes / 1e6:.0f} MB at {bandwidth / 1e9:.1f} GB/s"
-    )
+    bandwidth = _bandwidth(buffer, threads)
     for shape in sizes.reads:
         torch.compiler.reset()  # what was compiled for other shapes and threads
         problem = Problem(*shape, sizes.device, sizes.dtype)
@@ -139,8 +192,8 @@ def _read_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]
         laps = interleaved({each.name: _timed_read(problem, each, buffer) for each in usable}, repeats)
         for each in usable:
             row = _row("op", sizes, shape[0], shape[1], shape[2], "full", each.name, threads)
-            row["modelled_bytes"] = bytes_of_read(*shape, sizes.dtype.itemsize)
-            yield row | _read_measures(laps.get(each.name), row["modelled_bytes"], bandwidth)
+            moved = bytes_of_read(*shape, sizes.dtype.itemsize)
+            yield row | {"modelled_bytes": sum(moved)} | _read_measures(laps.get(each.name), moved, bandwidth)
 
 
 def _timed_read(problem: Problem, chosen: Implementation, buffer: Tensor) -> Callable[[], list[float]]:
@@ -159,19 +212,20 @@ def _timed_read(problem: Problem, chosen: Implementation, buffer: Tensor) -> Cal
     return timed
 
 
-def _read_measures(laps: np.ndarray | None, modelled: int, bandwidth: float) -> Row:
+def _read_measures(laps: np.ndarray | None, moved: Moved, bandwidth: float) -> Row:
     if laps is None:
         return _nothing_for("op", "out of memory")
     forward, backward = np.median(laps, 0)
     whole = laps.sum(1)
     low, high = np.quantile(whole / np.median(whole), [0.25, 0.75])
-    share = modelled / (np.median(whole) / 1e3) / bandwidth
     return {
         "forward_ms": _rounded(forward),
         "backward_ms": _rounded(backward),
-        "share_of_bandwidth": _rounded(share),
+        "share_of_bandwidth": _share(sum(moved), whole, bandwidth),
+        "forward_share": _share(moved.forward, laps[:, 0], bandwidth),
         "ratio_low": _rounded(low),
         "ratio_high": _rounded(high),
+        "bandwidth_gbs": _rounded(bandwidth / 1e9),
         "n": len(laps),
     }
 
@@ -187,24 +241,24 @@ class _Arm:
     implementation: str
     connection: ConnectionConfig
 
-    def modelled(self, sizes: Sizes, sublayers: int, width: int) -> int | str:
-        options = self.connection.options
-        if not isinstance(options, AttnResOptions):
-            return ""
-        return bytes_of_step(options, sublayers, sizes.batch * sizes.context, width, sizes.dtype.itemsize)
+    def moved(self, sizes: Sizes, sublayers: int, width: int) -> Moved:
+        return bytes_of_step(self.connection, sublayers, sizes.batch * sizes.context, width, sizes.dtype.itemsize)
 
+
+PLAIN = "plain"
+"""The connection without a kernel."""
 
 PRENORM = _Arm("add", "torch", ConnectionConfig("add"))
 """The twin that all are compared with."""
 
 
 def _arms(sublayers: int, auto: str) -> list[_Arm]:
-    """Full and Block, naive and by the kernel `auto`; that one is left out where it is naive too."""
+    """Full and Block, plain and by the kernel `auto`; that one is left out where it is plain too."""
     kinds = {"full": 1, "block": -(-sublayers // BLOCKS)}
     return [PRENORM] + [
-        _Arm(kind, name, ConnectionConfig("attnres", block=block, kernel="naive" if name == "naive" else "auto"))
+        _Arm(kind, name, ConnectionConfig("attnres", block=block, kernel="naive" if name == PLAIN else "auto"))
         for kind, block in kinds.items()
-        for name in dict.fromkeys(("naive", auto))
+        for name in dict.fromkeys((PLAIN, auto))
     ]
 
 
@@ -224,13 +278,15 @@ def _training(sizes: Sizes, arm: _Arm, sublayers: int, width: int) -> TrainingSt
 
 def _step_rows(sizes: Sizes, threads: int, repeats: int, skipped: dict[str, str]) -> Iterator[Row]:
     """All steps on so many threads; their memory on the first number of threads, on which it does not depend."""
-    auto = bank.implementation(torch.empty(0, device=sizes.device, dtype=sizes.dtype)) or "naive"
-    if auto == "naive":
-        skipped["auto"] = f"reslab has no kernel of whole passes for {sizes.device}: the same as naive"
-    for sublayers, width in sizes.steps:
-        weighed = (sublayers, width) in sizes.memory and threads == sizes.threads[0]
+    auto = bank.implementation(torch.empty(0, device=sizes.device, dtype=sizes.dtype)) or PLAIN
+    if auto == PLAIN:
+        skipped["auto"] = f"reslab has no kernel of whole passes for {sizes.device}: the same as {PLAIN}"
+    bandwidth = _bandwidth(large_buffer(sizes.device), threads)
+    for size in sizes.steps:
+        sublayers, width = size
+        weighed = size in sizes.memory and threads == sizes.threads[0]
         for number, arms in enumerate(_together(sizes, _arms(sublayers, auto))):
-            measures = _measure_steps(sizes, arms, sublayers, width, repeats, weighed)
+            measures = _measure_steps(sizes, arms, size, repeats, weighed, bandwidth)
             for arm in arms[min(number, 1) :]:  # pre-norm's row once
                 yield _step_row(sizes, arm, sublayers, width, threads) | measures[arm]
 
@@ -241,34 +297,47 @@ def _together(sizes: Sizes, arms: list[_Arm]) -> list[list[_Arm]]:
 
 
 def _measure_steps(
-    sizes: Sizes, arms: list[_Arm], sublayers: int, width: int, repeats: int, weighed: bool
+    sizes: Sizes, arms: list[_Arm], size: tuple[int, int], repeats: int, weighed: bool, bandwidth: float
 ) -> dict[_Arm, Row]:
-    trainings = {arm: _training(sizes, arm, sublayers, width) for arm in arms}
+    trainings = {arm: _training(sizes, arm, *size) for arm in arms}
     laps = interleaved({arm: training.step for arm, training in trainings.items()}, repeats)
-    measures = {arm: _step_measures(laps.get(arm), laps.get(PRENORM)) for arm in arms}
+    measures = {
+        arm: _step_measures(laps.get(arm), laps.get(PRENORM), _beyond_prenorm(arm, sizes, size), bandwidth)
+        for arm in arms
+    }
     for arm in laps if weighed else ():
         measures[arm]["peak_mb"] = f"{trainings[arm].peak_bytes() / 1e6:.1f}"
     return measures
+
+
+def _beyond_prenorm(arm: _Arm, sizes: Sizes, size: tuple[int, int]) -> Moved:
+    own, prenorm = arm.moved(sizes, *size), PRENORM.moved(sizes, *size)
+    return Moved(own.forward - prenorm.forward, own.backward - prenorm.backward)
 
 
 def _step_row(sizes: Sizes, arm: _Arm, sublayers: int, width: int, threads: int) -> Row:
     """Without measurements."""
     tokens = sizes.batch * sizes.context
     row = _row("step", sizes, sublayers, tokens, width, arm.kind, arm.implementation, threads)
-    return row | {"modelled_bytes": arm.modelled(sizes, sublayers, width)}
+    return row | {"modelled_bytes": sum(arm.moved(sizes, sublayers, width))}
 
 
-def _step_measures(laps: np.ndarray | None, prenorm: np.ndarray | None) -> Row:
+def _step_measures(laps: np.ndarray | None, prenorm: np.ndarray | None, more: Moved, bandwidth: float) -> Row:
+    """`more` bytes than pre-norm."""
     if laps is None or prenorm is None:
         return _nothing_for("step", "out of memory")
     forward, backward, _ = np.median(laps, 0)
     low, ratio, high = np.quantile(laps.sum(1) / prenorm.sum(1), [0.25, 0.5, 0.75])
+    longer = (laps - prenorm)[:, :2]
     return {
         "forward_ms": _rounded(forward),
         "backward_ms": _rounded(backward),
         "ratio_to_prenorm": _rounded(ratio),
+        "share_of_bandwidth": _share(sum(more), longer.sum(1), bandwidth),
+        "forward_share": _share(more.forward, longer[:, 0], bandwidth),
         "ratio_low": _rounded(low),
         "ratio_high": _rounded(high),
+        "bandwidth_gbs": _rounded(bandwidth / 1e9),
         "n": len(laps),
     }
 
@@ -299,15 +368,16 @@ def _rounded(value: float) -> str:
 
 def _nothing_for(what: str, why: str) -> Row:
     """`why` in the columns that a measurement of an op or a step fills."""
-    own = {"op": "share_of_bandwidth", "step": "ratio_to_prenorm"}[what]
-    return dict.fromkeys(("forward_ms", "backward_ms", own, "ratio_low", "ratio_high"), why) | {"n": 0}
+    own = ("ratio_to_prenorm",) if what == "step" else ()
+    both = ("forward_ms", "backward_ms", "share_of_bandwidth", "forward_share", "ratio_low", "ratio_high")
+    return dict.fromkeys((*both, *own, "bandwidth_gbs"), why) | {"n": 0}
 
 
 def _unmeasured(sizes: Sizes) -> Iterator[Row]:
     """The rows of a device that is not there. `auto` is whatever kernel this package has for it."""
     for shape, name, threads in product(sizes.reads, ("naive", "compiled", "auto"), sizes.threads):
         row = _row("op", sizes, *shape, "full", name, threads) | _nothing_for("op", "not measured")
-        yield row | {"modelled_bytes": bytes_of_read(*shape, sizes.dtype.itemsize)}
+        yield row | {"modelled_bytes": sum(bytes_of_read(*shape, sizes.dtype.itemsize))}
     for (sublayers, width), threads in product(sizes.steps, sizes.threads):
         for arm in _arms(sublayers, "auto"):
             row = _step_row(sizes, arm, sublayers, width, threads) | _nothing_for("step", "not measured")

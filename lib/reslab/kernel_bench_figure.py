@@ -1,7 +1,9 @@
 """The figure of the kernel benchmark: time of one read, whole steps, peak memory; a row of panels a device measured."""
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -16,20 +18,23 @@ __all__ = ["draw", "write"]
 
 NUMBERS = (
     "sublayers", "tokens", "width", "threads", "forward_ms", "backward_ms", "ratio_to_prenorm", "modelled_bytes",
-    "share_of_bandwidth", "ratio_low", "ratio_high", "peak_mb",
+    "share_of_bandwidth", "ratio_low", "ratio_high", "peak_mb", "bandwidth_gbs",
 )  # fmt: skip
 
 MARKERS = "osD^vPX*"
 
-TICKS = (1, 1.2, 1.5, 2, 3, 5, 7, 10, 15, 20)
-"""Ticks of a ratio."""
+LOWEST, HIGHEST = 0.9, 1.7
+"""Ratios to pre-norm that are drawn; a median above has its number at the upper edge."""
+
+TARGETS = {("full", 64): 1.25, ("full", 256): 1.12, ("block", 64): 1.10, ("block", 256): 1.05}
+"""Of the ratio to pre-norm, by kind and width."""
 
 
 def write(table: pd.DataFrame, path: Path) -> None:
     """Draw the benchmark's table, whose cells are strings, to a PNG; no file where nothing in it is measured."""
     rows = table.copy()
-    for name in NUMBERS:
-        rows[name] = pd.to_numeric(rows[name], errors="coerce")
+    for name in NUMBERS:  # an older file lacks some
+        rows[name] = pd.to_numeric(rows[name], errors="coerce") if name in rows else np.nan
     rows = rows[rows["forward_ms"].notna()]
     if len(rows):
         content = io.BytesIO()
@@ -52,17 +57,19 @@ def draw(rows: pd.DataFrame) -> Figure:
 
 
 def _bandwidth(ops: pd.DataFrame) -> float:
-    """Of reading, in bytes a second, by which shares were taken: all of one measurement have the same.
+    """In bytes a second, by which shares were taken: all of one measurement have the same.
 
-    `share_of_bandwidth` has the median time of forward and backward together, whose quartiles the table has too; the
-    sum of their two medians may lie beside it, where noise has two modes, but for few of the rows.
+    Where the table has none: `share_of_bandwidth` has the median time of forward and backward together, whose quartiles
+    the table has too; the sum of their two medians may lie beside it, where noise has two modes, but for few rows.
     """
+    if ops["bandwidth_gbs"].notna().any():
+        return 1e9 * float(ops["bandwidth_gbs"].median())
     whole = (ops["forward_ms"] + ops["backward_ms"]) / 1e3
     return float((ops["modelled_bytes"] / whole / ops["share_of_bandwidth"]).median())
 
 
 def _draw_reads(axes: Axes, ops: pd.DataFrame, where: str) -> None:
-    """Forward and backward over the bytes modelled, on the most threads, with the time that reading them takes."""
+    """Forward and backward by shape, on the most threads, with the time that moving the modelled bytes once takes."""
     threads = int(ops["threads"].max())
     rows = ops[ops["threads"] == threads].sort_values("modelled_bytes")
     shapes = list(zip(rows["sublayers"], rows["tokens"], rows["width"], strict=True))
@@ -71,57 +78,81 @@ def _draw_reads(axes: Axes, ops: pd.DataFrame, where: str) -> None:
     bandwidth = _bandwidth(rows)
     rows["whole"] = rows["modelled_bytes"] / rows["share_of_bandwidth"] / bandwidth * 1e3
     each = rows.drop_duplicates("at")
+    least = each["modelled_bytes"] / bandwidth * 1e3
+    how = "moving these bytes once,\nat " + ("copy" if rows["device"].iloc[0] == "cuda" else "read") + " bandwidth"
     grey = plotting.COLOURS["control"]
-    axes.plot(each["at"], each["modelled_bytes"] / bandwidth * 1e3, ":_", color=grey, label="moving these bytes once")
-    for number, (name, mine) in enumerate(rows.groupby("implementation", sort=False)):
-        whole = mine["whole"]
+    axes.hlines(least, each["at"] - 0.4, each["at"] + 0.4, colors=[grey], linestyles=":", label=how)
+    names = list(dict.fromkeys(rows["implementation"]))
+    for number, name in enumerate(names):
+        mine = rows[rows["implementation"] == name]
+        whole, at = mine["whole"], mine["at"] + _beside(number, len(names))
         spread = np.maximum([whole * (1 - mine["ratio_low"]), whole * (mine["ratio_high"] - 1)], 0)
-        colour, marker = plotting.colour(str(name)), MARKERS[number % len(MARKERS)]
-        axes.errorbar(mine["at"], whole, spread, color=colour, marker=marker, markersize=5, capsize=2, label=str(name))
+        colour, marker = plotting.colour(name), MARKERS[number % len(MARKERS)]
+        axes.errorbar(at, whole, spread, color=colour, linestyle="", marker=marker, markersize=5, capsize=2, label=name)
     labels = [f"{n:.0f}×{tokens:.0f}×{width:.0f}" for n, tokens, width in places]
     megabytes = [f"{size / 1e6:.0f} MB" for size in each["modelled_bytes"]]
-    axes.set_xticks(range(len(places)), ["\n".join(pair) for pair in zip(labels, megabytes, strict=True)], fontsize=7)
+    axes.set_xticks(range(len(places)), ["\n".join(pair) for pair in zip(labels, megabytes, strict=True)], fontsize=6.5)
     axes.set(xlabel="sources × tokens × width; bytes modelled", ylabel="forward + backward (ms)", yscale="log")
-    axes.margins(x=0.12)
+    axes.set_xlim(-0.6, len(places) - 0.4)
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.set_title(f"One read of n sources ({where})")
     _plain_numbers(axes)
     axes.legend(title=_count(threads, "thread"))
 
 
+def _beside(number: int, count: int) -> float:
+    """How far beside its place one of `count` points is drawn."""
+    return 0.64 / max(count, 4) * (number - (count - 1) / 2)
+
+
 def _draw_steps(axes: Axes, steps: pd.DataFrame, device: str) -> None:
-    """Ratio to pre-norm with quartiles; a group of points for each size and number of threads."""
+    """Ratio to pre-norm with quartiles, and targets; a group of points for each size and number of threads."""
     sizes = sorted(set(zip(steps["width"], steps["sublayers"], steps["threads"], strict=True)))
+    axes.axhline(1, color=plotting.COLOURS["control"], linestyle=":")
+    _draw_targets(axes, [width for width, *_ in sizes])
     compared = steps[steps["kind"] != "add"]
     arms = list(dict.fromkeys(zip(compared["kind"], compared["implementation"], strict=True)))
     for number, (kind, implementation) in enumerate(arms):
         mine = compared[(compared["kind"] == kind) & (compared["implementation"] == implementation)]
         groups = [sizes.index(size) for size in zip(mine["width"], mine["sublayers"], mine["threads"], strict=True)]
-        ratio, colour = mine["ratio_to_prenorm"], plotting.colour(implementation)
-        axes.errorbar(
-            np.array(groups) + 0.16 * (number - (len(arms) - 1) / 2),
-            ratio,
-            np.maximum([ratio - mine["ratio_low"], mine["ratio_high"] - ratio], 0),
-            color=colour,
-            linestyle="",
-            marker="o" if kind == "full" else "s",
-            markersize=5,
-            markerfacecolor=colour if kind == "full" else "white",
-            capsize=2,
-            label=f"{kind}, {implementation}",
-        )
-    axes.axhline(1, color=plotting.COLOURS["control"], linestyle=":")
-    axes.set_yscale("log")
-    highest = max(float(steps["ratio_high"].max()), 1.5)
-    axes.set_yticks([tick for tick in TICKS if tick <= highest * 1.1])
-    axes.set_ylim(min(0.9, 0.95 * float(steps["ratio_low"].min())), highest**1.3 * 1.1)  # room for the legend
-    _plain_numbers(axes)
+        at = np.array(groups) + _beside(number, len(arms))
+        _draw_arm(axes, at, mine, kind, implementation)
+    axes.set_ylim(LOWEST, HIGHEST)
+    axes.set_yticks(np.arange(LOWEST, HIGHEST - 0.05, 0.1))
     labels = [f"{width:.0f}\n{sublayers:.0f}\n{threads:.0f}" for width, sublayers, threads in sizes]
     axes.set_xticks(range(len(sizes)), labels)
     axes.set_xlim(-0.6, len(sizes) - 0.4)
     axes.set(xlabel="width, sublayers, threads", ylabel="time over that of pre-norm (quartiles)")
     axes.set_title(f"Whole training step ({device})")
-    axes.legend(ncols=2, loc="upper center")
+    plotting.legend_beside(axes, room=0.22, fontsize=7)
+
+
+def _draw_arm(axes: Axes, at: np.ndarray, mine: pd.DataFrame, kind: str, implementation: str) -> None:
+    colour, marker = _colour(implementation), "o" if kind == "full" else "s"
+    fill: dict[str, Any] = {"color": colour, "markerfacecolor": colour if kind == "full" else "white"}
+    ratio = mine["ratio_to_prenorm"].to_numpy()
+    low, high = (np.clip(mine[name].to_numpy(), LOWEST, HIGHEST) for name in ("ratio_low", "ratio_high"))
+    inside = ratio <= HIGHEST - 0.05
+    spread = np.maximum([ratio - low, high - ratio], 0)[:, inside]
+    label = f"{kind}, {implementation}"
+    axes.errorbar(
+        at[inside], ratio[inside], spread, linestyle="", marker=marker, markersize=5, capsize=2, label=label, **fill
+    )
+    for place, value in zip(at[~inside], ratio[~inside], strict=True):
+        axes.plot(place, HIGHEST - 0.09, marker="^", markersize=4, **fill)
+        axes.text(place, HIGHEST - 0.07, f"{value:.1f}", color=colour, fontsize=6, rotation=90, ha="center")
+
+
+def _draw_targets(axes: Axes, widths: Sequence[float]) -> None:
+    """A line over all groups of a width."""
+    styles: dict[str, Literal["-", "--"]] = {"full": "-", "block": "--"}
+    for kind, style in styles.items():
+        label = f"target, {kind}"
+        for width in sorted({width for width in widths if (kind, width) in TARGETS}):
+            groups = [number for number, each in enumerate(widths) if each == width]
+            ends = groups[0] - 0.45, groups[-1] + 0.45
+            axes.hlines(TARGETS[kind, int(width)], *ends, colors=["black"], linestyles=style, linewidth=1, label=label)
+            label = "_again"
 
 
 def _draw_memory(axes: Axes, steps: pd.DataFrame, device: str) -> None:
@@ -131,7 +162,7 @@ def _draw_memory(axes: Axes, steps: pd.DataFrame, device: str) -> None:
         return
     _, largest = max(steps.groupby(["width", "sublayers"]), key=lambda group: group[0])
     names = [_memory_label(kind, name) for kind, name in zip(largest["kind"], largest["implementation"], strict=True)]
-    colours = [plotting.colour(name if name != "torch" else "Pre-LN") for name in largest["implementation"]]
+    colours = [_colour(name) for name in largest["implementation"]]
     bars = axes.barh(names, largest["peak_mb"], color=colours, height=0.6)
     of_prenorm = largest[largest["kind"] == "add"]["peak_mb"]
     base = float(of_prenorm.iloc[0]) if len(of_prenorm) else float("nan")
@@ -142,6 +173,11 @@ def _draw_memory(axes: Axes, steps: pd.DataFrame, device: str) -> None:
     axes.set_xlabel(f"MB; {first['sublayers']:.0f} sublayers, width {first['width']:.0f}, {first['tokens']:.0f} tokens")
     axes.grid(visible=False, axis="y")
     axes.set_axisbelow(True)
+
+
+def _colour(implementation: str) -> plotting.Colour:
+    """Of a step's."""
+    return plotting.colour({"torch": "Pre-LN", "plain": "Full, plain form"}.get(implementation, implementation))
 
 
 def _memory_label(kind: str, implementation: str) -> str:

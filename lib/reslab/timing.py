@@ -19,7 +19,15 @@ from torch.profiler import ProfilerActivity, profile
 from reslab.models.decoder import Decoder, DecoderConfig
 from reslab.training import loss_of, parameter_groups
 
-__all__ = ["Clock", "TrainingStep", "allocated_peak", "interleaved", "large_buffer", "read_bandwidth"]
+__all__ = [
+    "Clock",
+    "TrainingStep",
+    "allocated_peak",
+    "copy_bandwidth",
+    "interleaved",
+    "large_buffer",
+    "read_bandwidth",
+]
 
 WARMUP = 2
 """Rounds that are not counted: compilation, memory of the allocator, the optimiser's state."""
@@ -58,13 +66,24 @@ def large_buffer(device: str) -> Tensor:
 
 def read_bandwidth(buffer: Tensor, repeats: int = 10) -> float:
     """Bytes a second of `torch.sum` over `buffer`, which only reads, on as many threads as PyTorch has: the best."""
+    return buffer.nbytes / _shortest(buffer.sum, buffer.device.type, repeats)
+
+
+def copy_bandwidth(buffer: Tensor, repeats: int = 10) -> float:
+    """Bytes a second of a copy of `buffer`, which reads as many as it writes, both counted: the best."""
+    target = torch.empty_like(buffer)
+    return 2 * buffer.nbytes / _shortest(lambda: target.copy_(buffer), buffer.device.type, repeats)
+
+
+def _shortest(run: Callable[[], Any], device: str, repeats: int) -> float:
+    """Seconds."""
     best = float("inf")
     for _ in range(repeats):
-        clock = Clock(buffer.device.type)
-        buffer.sum()
+        clock = Clock(device)
+        run()
         clock.mark()
         best = min(best, *clock.laps())
-    return buffer.nbytes / (best / 1e3)
+    return best / 1e3
 
 
 def interleaved(arms: Mapping[Key, Callable[[], list[float]]], repeats: int) -> dict[Key, np.ndarray]:
