@@ -182,7 +182,7 @@ QUESTIONS = {
     ),
     "shifted": Question(
         "A3.2",
-        "control",
+        "trained",
         "shift without / with skips",
         "without skips each layer's output, which replaces its input, is shifted further against it",
     ),
