@@ -8,12 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+import test_depth_attention_kernel
+from depth_attention_floor import EPS, Order
 from reslab.kernels.depth_attention import bank, depth_attention, naive, op, triton_bank, triton_op
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.schema import UserError
-from test_depth_attention_kernel import DTYPES, EPS, assert_at_the_rounding_floor, made, random, with_gradients
+from test_depth_attention_kernel import (
+    DTYPES,
+    made,
+    random,
+    with_gradients,
+    with_huge_values,
+    with_zeros,
+)
 
 TOGETHER = triton_op.TOGETHER
+ORDER = Order(logs=True)
+
+
+def assert_at_the_rounding_floor(leaves: list[Tensor], grad: Tensor | None = None) -> None:
+    test_depth_attention_kernel.assert_at_the_rounding_floor(leaves, grad, ORDER)
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +69,16 @@ def test_scores_of_ten_thousand(dtype: torch.dtype) -> None:
     assert_at_the_rounding_floor(made(6, 3, 16, dtype, scale=1e4))
 
 
-def test_rows_of_zeros_and_rows_of_huge_values() -> None:
-    leaves = made(4, 6, 16)
-    with torch.no_grad():
-        leaves[1][2] = 0
-        leaves[2].zero_()
-        leaves[3][4] *= 1e15
-    assert_at_the_rounding_floor(leaves)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_zeros(dtype: torch.dtype) -> None:
+    assert_at_the_rounding_floor(with_zeros(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_huge_values(dtype: torch.dtype) -> None:
+    leaves, grads = with_huge_values(dtype)
+    for grad in grads:
+        assert_at_the_rounding_floor(leaves, grad)
 
 
 def test_no_tokens() -> None:

@@ -231,10 +231,12 @@ def test_what_is_common_is_there_in_time(name: str) -> None:
         assert all(read >= group.members[-1] for read in group.common)
 
 
-def test_full_costs_less_than_published() -> None:
-    """Rows moved a sublayer by windows of the same size, as published for 48 and 96 sublayers."""
-    assert plan_of(48).rows_mixed / 48 <= 8.95
-    assert plan_of(96).rows_mixed / 96 <= 12.2
+@pytest.mark.parametrize(("sublayers", "published"), [(48, 8.8), (96, 11.9)])
+def test_full_moves_no_more_than_the_best_windows_of_one_size(sublayers: int, published: float) -> None:
+    """Rows a read of a sublayer, to the digits that are published: 8.69 and 11.91. The output's read is not counted."""
+    whole = plan_of(sublayers)
+    plan = Plan.of(whole.reads[:sublayers], whole.joins[:sublayers], True)
+    assert round(plan.rows_mixed / sublayers, 1) <= published
 
 
 @pytest.mark.parametrize("options", [{}, {"block": 2}, {"stride": 2}, {"window": 4}])
