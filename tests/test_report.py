@@ -185,6 +185,16 @@ def test_scoreboard_shows_verdict_key_number_and_reason(figures: Path) -> None:
     ]
 
 
+def test_each_sentence_has_its_verdict_where_no_control_is_lost(figures: Path) -> None:
+    claims.write(record(check(), check("rank", "A2.2", outcome="fails")), figures)
+    report.write()
+    told = f"{check().sentence} supported, A2.2 refuted"
+    assert f"By sentence: {told}." in (figures / "README.md").read_text()
+    assert f"by sentence: {told}" in report.scoreboard()
+    claims.write(record(check(), check("same", role="control", outcome="fails")), figures)
+    assert "by sentence" not in report.scoreboard()
+
+
 def test_a_lost_control_is_told_beside_the_sentence(figures: Path) -> None:
     lost = record(check(outcome="fails"), check("same", role="control", outcome="fails"), claim="03_rezero")
     claims.write(lost.model_copy(update={"verdict": "inconclusive"}), figures)
