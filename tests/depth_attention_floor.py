@@ -8,6 +8,7 @@ of a pass.
 """
 
 from collections.abc import Sequence
+from math import log2
 from typing import Any, NamedTuple
 
 import torch
@@ -65,33 +66,23 @@ def in_a_row(terms: float) -> float:
     return 1 + terms / 2
 
 
-class Order(NamedTuple):
-    """In which order, and from what, a kernel computes, as far as rounding depends on it."""
-
-    lanes: int = 16
-    """Sums over channels are so many sums at once."""
-    logs: bool = False
-    """Backward, weights are exp(s_i - ln sum exp s), off by the rounding of numbers as large as the scores."""
+LANES = 16
+"""The definition's sums over channels are so many sums at once, which are added up in pairs."""
 
 
-def read(query: Tensor, sources: Sequence[Tensor], off: Rounding, order: Order, reads: int = 1) -> Tensor:
+def read(query: Tensor, sources: Sequence[Tensor], off: Rounding, reads: int = 1) -> Tensor:
     """h, each source being part of so many reads."""
     v = torch.stack(list(sources), 1)
     _, count, tokens, width = v.shape
-    channels = in_a_row(width / order.lanes)
+    channels = in_a_row(width / LANES + log2(min(width, LANES)))
     v = off(v, 0, in_a_row(reads))
     w = off(query[:, None, None].expand_as(v), 0, in_a_row(count + tokens))
     mean_square = off(off(v.square(), channels).mean(-1, keepdim=True))
     inverse_rms = off(1 / off((mean_square + EPS).sqrt()))
     score = off(off(off(w * v, channels).sum(-1, keepdim=True)) * inverse_rms)
-    mixed = v
-    if order.logs:
-        exact = score.detach(), score.detach().logsumexp(1, keepdim=True)
-        by_back = 1 + (off(exact[0]) - exact[0]) - (off(exact[1]) - exact[1])
-        score, mixed = _Off.apply(score, 1.0, by_back), _Off.apply(v, 1.0, by_back)
-    weight = off((score - score.detach().amax(1, keepdim=True)).exp())
+    weight = off(off(score - score.detach().amax(1, keepdim=True)).exp())
     share = off(weight / off(weight.sum(1, keepdim=True), 1, in_a_row(count)))
-    h: Tensor = off(off(share * mixed, in_a_row(count), channels).sum(1))
+    h: Tensor = off(off(share * v, in_a_row(count), channels).sum(1))
     return h
 
 
@@ -100,15 +91,15 @@ def drawn(leaf: Tensor) -> Tensor:
     return leaf.detach().double().expand(DRAWS, *leaf.shape).clone().requires_grad_()
 
 
-def of_read(leaves: Sequence[Tensor], grad: Tensor, order: Order) -> Parts:
+def of_read(leaves: Sequence[Tensor], grad: Tensor) -> Parts:
     """By draws, of a query [d] and sources [T, d]."""
     query, *sources = copies = [drawn(leaf) for leaf in leaves]
-    h = read(query, sources, Rounding(), order)
+    h = read(query, sources, Rounding())
     by_query, *by_source = torch.autograd.grad(h, copies, grad.double().expand_as(h))
     return Parts(h.detach(), by_query, torch.stack(by_source, 1))
 
 
-def of_pass(plan: Plan, leaves: Sequence[Tensor], grads: Sequence[Tensor], order: Order) -> Parts:
+def of_pass(plan: Plan, leaves: Sequence[Tensor], grads: Sequence[Tensor]) -> Parts:
     """By draws, of queries [L, d] and what each row is written with, which is rounded to its format once it has joined.
 
     The bank's memory is in that format, so that what it keeps is exact.
@@ -121,7 +112,7 @@ def of_pass(plan: Plan, leaves: Sequence[Tensor], grads: Sequence[Tensor], order
         row = off(rows[-1] + update, 0, 1, leaf.dtype) if joins else update
         rows.append(row + (kept - row).detach())
     reads = [
-        read(query, [rows[row] for row in needed], off, order, max(len(plan.readers[row]) for row in needed))
+        read(query, [rows[row] for row in needed], off, max(len(plan.readers[row]) for row in needed))
         for query, needed in zip(queries.unbind(1), plan.reads, strict=True)
     ]
     back = [grad.double().expand_as(h) for grad, h in zip(grads, reads, strict=True)]

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import test_depth_attention_kernel
-from depth_attention_floor import EPS, Order
+from depth_attention_floor import EPS
 from reslab.kernels.depth_attention import bank, depth_attention, naive, op, triton_bank, triton_op
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.schema import UserError
 from test_depth_attention_kernel import (
     DTYPES,
+    assert_at_the_rounding_floor,
     made,
     random,
     with_gradients,
@@ -23,11 +23,6 @@ from test_depth_attention_kernel import (
 )
 
 TOGETHER = triton_op.TOGETHER
-ORDER = Order(logs=True)
-
-
-def assert_at_the_rounding_floor(leaves: list[Tensor], grad: Tensor | None = None) -> None:
-    test_depth_attention_kernel.assert_at_the_rounding_floor(leaves, grad, ORDER)
 
 
 @pytest.fixture(autouse=True)

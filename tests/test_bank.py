@@ -772,6 +772,54 @@ def test_what_has_no_kernel_is_plain() -> None:
     assert not isinstance(alone.read(Sources((torch.randn(2, 16),), (torch.ones(2, 1),), -1, fused)), Banked)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(5, 8, dtype=torch.int64), torch.empty(5, 8, device="meta"), torch.ones(5, 8, dtype=torch.complex64)],
+)
+def test_rows_that_nothing_keeps_are_refused(x: Tensor, enabled: bool) -> None:
+    said = rf"rows that are {x.dtype} on {x.device}; give float32, bfloat16 or float16"
+    with torch.set_grad_enabled(enabled), pytest.raises(UserError, match=said):
+        Bank.start(plan_of(2, keep=enabled), x, torch.ones(3, 8, device=x.device), 1e-6, True)
+
+
+def test_float64_on_cuda_is_refused_by_the_bank() -> None:
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        x = torch.empty(5, 8, device="cuda", dtype=torch.float64)
+        with pytest.raises(UserError, match=r"torch\.float64 on cuda:0; give float32"):
+            Bank.start(plan_of(2), x, torch.empty(3, 8, device="cuda"), 1e-6, True)
+
+
+def test_what_ran_is_said() -> None:
+    """By the bank alone where layers take their turn, and that the plain form took over where they do not."""
+    model = decoder(FUSED["full"], depth=3)
+    ends: Any = model.stack.ends
+    assert ends.ran == frozenset()
+    for order, ran in (([0, 1, 2], {"numba"}), ([0, 2], {"numba", "naive"}), ([0, 1, 1, 2], {"numba", "naive"})):
+        with rearranged(model, order):
+            model(text(7)).sum().backward()
+        assert ends.ran == ran, order
+        with torch.no_grad(), rearranged(model, order):
+            model(text(7))
+        assert ends.ran == ran, order
+    model(text(7))
+    assert ends.ran == {"numba"}
+    of_plain: Any = decoder(plain(FUSED["full"])).stack.ends
+    of_plain.finish(of_plain.start(torch.randn(2, 16)))
+    assert of_plain.ran == {"naive"}
+
+
+def test_a_layer_in_another_grad_mode_is_said_to_be_plain() -> None:
+    model = decoder(FUSED["full"], depth=3)
+    ends: Any = model.stack.ends
+    stream: Any = ends.start(embedded(model))
+    for number, block in enumerate(model.blocks):
+        with torch.set_grad_enabled(number != 1):
+            stream = block(stream)
+    ends.finish(stream).sum().backward()
+    assert ends.ran == {"numba", "naive"}
+
+
 @pytest.mark.parametrize("eps", [-1e-6, float("nan")])
 def test_eps_below_zero_is_refused(eps: float) -> None:
     with pytest.raises(UserError, match=r"eps is .*; give 0 or more"):

@@ -133,7 +133,7 @@ def test_only_arms_and_settings_whose_best_is_at_an_end_are_swept_further(
     rows = [table[table["arm"] == name] for name in ("inside", "two", "single")]
     tried = [each[["setting", "rate"]].to_numpy().tolist() for each in rows]
     assert tried[0] == [["", 0.001], ["", 0.01], ["", 0.1]]
-    assert tried[1] == [["", 0.01], ["", 0.1], ["batch 6", 0.01], ["batch 6", 0.1], ["batch 6", 0.3]]
+    assert tried[1] == [["", 0.01], ["", 0.1], ["", 0.3], ["batch 6", 0.01], ["batch 6", 0.1], ["batch 6", 0.3]]
     assert tried[2] == [["", 0.1]]
     assert chosen(table) == {"inside": 0.01, "two": 0.1, "single": 0.1}
 
@@ -172,12 +172,18 @@ def test_arms_of_a_seed_see_the_same_batches(tiny: RunConfig) -> None:
     assert one.model_dump(exclude={"learning_rate"}) == two.model_dump(exclude={"learning_rate"})
 
 
-def test_settings_are_swept_with_the_rate(tiny: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best of all pairs is trained in full."""
-    sweep = swept(monkeypatch, {(4, 0.01): 2.0, (4, 0.1): 1.9, (5, 0.01): 1.5, (5, 0.1): 3.0})
-    plain = arm(tiny, "one", 4, (0.01, 0.1))
-    both = Arm("one", plain.config, plain.rates, {"batch 5": arm(tiny, "", 5, ()).config})
+def test_settings_are_swept_at_the_best_rate_and_those_beside_it(
+    tiny: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best pair found is trained in full; a setting that loses at the rate that is best without it is left."""
+    losses = {(4, 0.001): 2.0, (4, 0.01): 1.9, (4, 0.1): 1.8, (5, 0.1): 1.7, (5, 0.01): 1.5, (5, 0.001): 1.6}
+    sweep = swept(monkeypatch, {**losses, (6, 0.1): 3.0, (6, 0.01): 0.1})
+    plain = arm(tiny, "one", 4, (0.001, 0.01, 0.1))
+    others = {f"batch {batch}": arm(tiny, "", batch, ()).config for batch in (5, 6)}
+    both = Arm("one", plain.config, plain.rates, others)
     table = choose_rates([both], SWEEP, ALONE)
+    tried = [(c.optimisation.batch, c.learning_rate) for c in sweep.asked]
+    assert tried == [(4, 0.001), (4, 0.01), (4, 0.1), (5, 0.1), (6, 0.1), (5, 0.01), (5, 0.001)]
     assert table[table["chosen"]][["setting", "rate"]].to_numpy().tolist() == [["batch 5", 0.01]]
     trained = train_arms([both], table, (7,), ALONE)
     assert (sweep.asked[-1].optimisation.batch, sweep.asked[-1].learning_rate) == (5, 0.01)

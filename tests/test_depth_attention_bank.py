@@ -6,19 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from depth_attention_floor import EPS, Order, Parts, assert_within, of_pass
+from depth_attention_floor import EPS, Parts, assert_within, of_pass
 from reslab.kernels.depth_attention.bank import Bank
 from reslab.kernels.depth_attention.plan import Plan
 from reslab.residuals.depth_attention import AttnResOptions
 from test_depth_attention_kernel import DTYPES, HUGE, random
-
-ORDER = Order(lanes=1, logs=True)
-"""Scores are summed for all queries at once, channel by channel, and weights are made anew from ln sum exp s.
-
-Both cost more than the definition's order, in float32, where weights are not equal: on average over rows 1.3 to 1.7
-times as much at width 64, 1.8 to 3.7 at 256, two to six at 500 to 1 000, seven to twenty at 7 186. Where scores are
-1e4, single rows of dv and single dw are hundreds of times as far off, and some rows thousands of times.
-"""
 
 OPTIONS = {
     "full": AttnResOptions(),
@@ -51,13 +43,17 @@ def through_bank(plan: Plan, leaves: list[Tensor], grads: list[Tensor]) -> Parts
 
 
 def assert_at_the_rounding_floor(
-    leaves: list[Tensor], options: AttnResOptions = OPTIONS["full"], grads: list[Tensor] | None = None
+    leaves: list[Tensor],
+    options: AttnResOptions = OPTIONS["full"],
+    grads: list[Tensor] | None = None,
+    times: float = 2,
 ) -> None:
-    """No row of any read or gradient, and no query's gradient, is farther off than twice what rounding costs."""
+    """No row of any read or gradient, and no query's gradient, is farther off than twice what rounding costs,
+    or other `times`."""
     plan = options.plan(len(leaves) - 2, keep=True)
     given_back = gradients_of_reads(leaves) if grads is None else grads
     found = through_bank(plan, leaves, given_back)
-    assert_within(found, of_pass(plan, leaves, given_back, ORDER), leaves[1].dtype)
+    assert_within(found, of_pass(plan, leaves, given_back), leaves[1].dtype, times)
 
 
 @settings(max_examples=50, deadline=None, derandomize=True)
@@ -71,6 +67,20 @@ def assert_at_the_rounding_floor(
 )
 def test_random_passes(sublayers: int, tokens: int, width: int, dtype: torch.dtype, scale: float, options: str) -> None:
     assert_at_the_rounding_floor(made(sublayers, tokens, width, dtype, scale), OPTIONS[options])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", list(OPTIONS))
+@pytest.mark.parametrize("width", [64, 256, 1000])
+def test_wide_rows(width: int, options: str, dtype: torch.dtype) -> None:
+    assert_at_the_rounding_floor(made(12, 9, width, dtype), OPTIONS[options])
+
+
+@pytest.mark.parametrize("width", [64, 256, 1000])
+def test_wide_rows_where_one_source_has_nearly_all_weight(width: int) -> None:
+    """<g, v_i> - <g, h> is a small difference there, of products that round apart: single rows of dv are farther off
+    than with the definition's sum over sources, which takes all rows before it knows any gradient."""
+    assert_at_the_rounding_floor(made(12, 9, width, torch.float32, scale=30.0), OPTIONS["stride"], times=12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -109,11 +119,10 @@ def test_rows_of_huge_values(options: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_one_source_is_passed_through(dtype: torch.dtype) -> None:
-    """Backward its weight is exp(s - ln exp s), off by the rounding of s."""
     leaves = made(2, 6, 20, dtype, scale=30.0)
     grads = [torch.zeros_like(grad) if read else grad for read, grad in enumerate(gradients_of_reads(leaves))]
     found = through_bank(OPTIONS["full"].plan(2, keep=True), leaves, grads)
     assert torch.equal(found.h[0], leaves[1])
-    torch.testing.assert_close(found.dv[0], grads[0], rtol=1e-5 + torch.finfo(dtype).eps, atol=0)
+    assert torch.equal(found.dv[0], grads[0])
     assert torch.count_nonzero(found.dv[1:]) == 0
     assert torch.count_nonzero(found.dw) == 0

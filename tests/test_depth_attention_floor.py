@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from depth_attention_floor import Order, Parts, assert_within, of_read
-from test_depth_attention_kernel import DTYPES, ORDER, made, of_definition, random, with_huge_values
+from depth_attention_floor import Parts, assert_within, of_read
+from test_depth_attention_kernel import DTYPES, made, of_definition, random, with_huge_values
 
 
 def by_definition(leaves: list[torch.Tensor], grad: torch.Tensor, dtype: torch.dtype) -> Parts:
@@ -14,17 +14,16 @@ def by_definition(leaves: list[torch.Tensor], grad: torch.Tensor, dtype: torch.d
     return Parts(h, dw, torch.stack(dv))
 
 
-@pytest.mark.parametrize("order", [ORDER, Order(lanes=1, logs=True)])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1e4])
-def test_the_first_draw_is_the_definition(scale: float, order: Order) -> None:
+def test_the_first_draw_is_the_definition(scale: float) -> None:
     leaves, grad = made(5, 7, 6, scale=scale), random(7, 6, seed=7)
-    for draws, exact in zip(of_read(leaves, grad, order), by_definition(leaves, grad, torch.float64), strict=True):
+    for draws, exact in zip(of_read(leaves, grad), by_definition(leaves, grad, torch.float64), strict=True):
         torch.testing.assert_close(draws[0], exact, rtol=1e-9, atol=1e-12)
 
 
 def test_other_draws_are_off_as_float32_is() -> None:
     leaves, grad = made(5, 7, 6), random(7, 6, seed=7)
-    for first, *others in of_read(leaves, grad, ORDER):
+    for first, *others in of_read(leaves, grad):
         off = [float((draw - first).norm() / first.norm()) for draw in others]
         assert len(set(off)) == len(off) >= 16
         assert all(2**-25 < each < 2**-19 for each in off)
@@ -37,7 +36,7 @@ def test_the_definition_is_within_it(dtype: torch.dtype, scale: float) -> None:
     leaves, grad = made(12, 20, 16, dtype, scale), random(20, 16, seed=7).to(dtype)
     h, dw, dv = by_definition(leaves, grad, torch.float32)
     found = Parts(h.to(dtype), dw, dv.to(dtype))
-    assert_within(found, of_read(leaves, grad, ORDER), dtype, times=1.5)
+    assert_within(found, of_read(leaves, grad), dtype, times=1.5)
 
 
 def _a_row_of_h_off(parts: Parts) -> None:
@@ -65,7 +64,7 @@ def test_a_defect_beside_a_huge_row_is_found(spoil: Callable[[Parts], None], dty
     leaves, (_, grad) = with_huge_values(dtype)
     h, dw, dv = by_definition(leaves, grad, torch.float32)
     found = Parts(h.to(dtype), dw, dv.to(dtype))
-    assert_within(found, of_read(leaves, grad, ORDER), dtype)
+    assert_within(found, of_read(leaves, grad), dtype)
     spoil(found)
     with pytest.raises(AssertionError, match="times as far off as rounding costs"):
-        assert_within(found, of_read(leaves, grad, ORDER), dtype)
+        assert_within(found, of_read(leaves, grad), dtype)

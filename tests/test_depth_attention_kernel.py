@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from depth_attention_floor import EPS, Order, Parts, assert_within, of_read
+from depth_attention_floor import EPS, Parts, assert_within, of_read
 from reslab.kernels.depth_attention import cpu, cpu_bank, depth_attention, implementation, naive, simd
 from reslab.kernels.depth_attention.op import _backward, _forward
 from reslab.schema import UserError
@@ -23,7 +23,6 @@ KERNELS = [cpu_bank.write, cpu_bank.mix_common, cpu_bank.mix, cpu_bank.keep_grad
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 HUGE = {torch.float32: 1e15, torch.bfloat16: 1e15, torch.float16: 1e4}
 """Times which a row and its gradients still fit."""
-ORDER = Order()
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -69,12 +68,12 @@ def with_huge_values(dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     return leaves, grads
 
 
-def assert_at_the_rounding_floor(leaves: list[Tensor], grad: Tensor | None = None, order: Order = ORDER) -> None:
+def assert_at_the_rounding_floor(leaves: list[Tensor], grad: Tensor | None = None) -> None:
     """No row of h and dv, nor dw, is farther from float64 than twice what rounding costs."""
     dtype = leaves[1].dtype
     given_back = random(*leaves[1].shape, seed=7).to(dtype) if grad is None else grad
     h, dw, *dv = with_gradients(lambda query, sources: depth_attention(query, sources, EPS), leaves, given_back)
-    assert_within(Parts(h, dw, torch.stack(dv)), of_read(leaves, given_back, order), dtype)
+    assert_within(Parts(h, dw, torch.stack(dv)), of_read(leaves, given_back), dtype)
 
 
 # --- values and gradients -------------------------------------------------------------------------

@@ -77,20 +77,21 @@ Trial = tuple[Arm, str, float]
 
 
 def choose_rates(arms: Sequence[Arm], sweep: RateSweep, execution: Execution) -> pd.DataFrame:
-    """Stage one: every arm in every setting at every rate, for `sweep.steps` steps at `sweep.seed`.
+    """Stage one: every arm at every rate, for `sweep.steps` steps at `sweep.seed`.
 
-    Where an arm's best rate is the lowest or the highest of several tried, the next one beyond it is tried too, up to
-    `sweep.beyond` times. One row a run, with columns arm, setting, rate, validation_loss, outcome and chosen. A
-    diverged run is never chosen unless all of an arm's are; then the lowest rate is.
+    An arm's further settings are tried at its best rate, and the best setting at the next rates on both sides of its
+    best one, until both are known. Beyond either end of an arm's list of several, that is done `sweep.beyond` times at
+    most. One row a run, with columns arm, setting, rate, validation_loss, outcome and chosen. A diverged run is never
+    chosen unless all of an arm's are; then the lowest rate is.
     """
-    trials = [(arm, setting, rate) for arm in arms for setting in arm.candidates for rate in sorted(arm.rates)]
-    table = _swept(trials, sweep, execution)
-    for _ in range(sweep.beyond):
-        further = [trial for arm in arms for trial in _beyond(arm, table[table["arm"] == arm.name])]
+    table = _swept([(arm, "", rate) for arm in arms for rate in sorted(arm.rates)], sweep, execution)
+    further = [(arm, setting, _best_of(arm, table)[1]) for arm in arms for setting in arm.settings]
+    while True:
+        further += [trial for arm in arms for trial in _beside(arm, table, sweep.beyond) if trial not in further]
         if not further:
-            break
-        table = _with_choice(pd.concat([table, _swept(further, sweep, execution)]), arms)
-    return _with_choice(table, arms)
+            return _with_choice(table, arms)
+        table = pd.concat([table, _swept(further, sweep, execution)], ignore_index=True)
+        further = []
 
 
 def _swept(trials: Sequence[Trial], sweep: RateSweep, execution: Execution) -> pd.DataFrame:
@@ -126,13 +127,27 @@ def _best(table: pd.DataFrame) -> pd.Series:
     return losses.groupby(table["arm"]).idxmin()
 
 
-def _beyond(arm: Arm, tried: pd.DataFrame) -> list[Trial]:
-    """The next rate of the arm, in the setting that is best, where the best lies at an end of several."""
+def _best_of(arm: Arm, table: pd.DataFrame) -> tuple[str, float]:
+    """The setting and the rate of an arm's lowest validation loss so far."""
+    tried = table[table["arm"] == arm.name]
     best = tried.loc[_best(tried)].iloc[0]
-    rates = tried["rate"][tried["setting"] == best["setting"]]
-    if len(set(rates)) == 1 or rates.min() < best["rate"] < rates.max():
-        return []
-    return [(arm, str(best["setting"]), next_rate(float(best["rate"]), up=best["rate"] == rates.max()))]
+    return str(best["setting"]), float(best["rate"])
+
+
+def _beside(arm: Arm, table: pd.DataFrame, beyond: int) -> list[Trial]:
+    """The next rates below and above the arm's best one in its setting, where not tried yet.
+
+    They come from its list; beyond an end of a list of several by `next_rate`, as often as is allowed.
+    """
+    setting, best = _best_of(arm, table)
+    rates = sorted(table["rate"][(table["arm"] == arm.name) & (table["setting"] == setting)])
+    known = sorted({*rates, *arm.rates})
+    below, above = known[: known.index(best)], known[known.index(best) + 1 :]
+    outside = sum(not min(arm.rates) <= rate <= max(arm.rates) for rate in rates)
+    wanted = below[-1:] + above[:1]
+    if len(arm.rates) > 1 and outside < beyond:
+        wanted += [next_rate(best, up=up) for up, there in ((False, below), (True, above)) if not there]
+    return [(arm, setting, rate) for rate in sorted(wanted) if rate not in rates]
 
 
 def next_rate(rate: float, *, up: bool) -> float:

@@ -1,7 +1,7 @@
 """House style: the same colour for the same method in every figure, and files that are equal byte for byte."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +12,7 @@ import seaborn as sns
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from reslab.stats import mean_of
+from reslab.stats import Estimate, mean_of
 
 __all__ = ["COLOURS", "colour", "figure", "interval", "legend_beside", "save", "seed_lines", "title"]
 
@@ -186,21 +186,23 @@ def interval(
     size: float = 4.0,
     width: float = 5.0,
     sideways: bool = False,
+    of: Callable[[Sequence[float]], Estimate] = mean_of,
 ) -> None:
-    """Seeds as dots and the 95 % interval of their mean as a bar, at `at` of the other axis.
+    """Seeds as dots and the 95 % interval `of` them, their mean's or `stats.median_of`, as a bar, at `at` of the other
+    axis.
 
     `size` of the dots and `width` of the bar are in points. Values that are not finite have no dot, and then there is
     no bar either.
     """
-    mean = mean_of(values)
+    estimate = of(values)
     dots = [value for value in values if math.isfinite(value)]
 
     def draw(along: Sequence[float], **style: Any) -> None:
         across = [at] * len(along)
         axes.plot(*((along, across) if sideways else (across, along)), color=colour, **style)
 
-    if mean.low is not None and mean.high is not None:
-        draw([mean.low, mean.high], linewidth=width, alpha=0.3, solid_capstyle="butt")
+    if estimate.low is not None and estimate.high is not None:
+        draw([estimate.low, estimate.high], linewidth=width, alpha=0.3, solid_capstyle="butt")
     draw(dots, marker=marker, markersize=size, linestyle="none")
 
 

@@ -28,7 +28,7 @@ from reslab.experiments.pre_vs_post_ln_grid import (
     share_failed,
     tuned_post,
 )
-from reslab.experiments.runs import ENDS
+from reslab.experiments.runs import ENDS, ends_run
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import deterministic, mean_of, paired_difference
@@ -370,7 +370,7 @@ def arms(params: Params) -> list[Arm]:
         Arm("Post-LN, DeepNet init", run_config(params, depth, "post", weight_init="deepnorm"), rates),
         Arm(GAIN, run_config(params, depth, norm_gain=section.norm_gain), rates),
         Arm(WEIGHT, per_block, rates, {"one a channel": per_channel}),
-        Arm(ENDS, run_config(params, 1, connection=ConnectionConfig("scaled", scale=0.0)), rates),
+        Arm(ENDS, ends_run(params, steps=section.steps, weight_init="plain"), rates),
     ]
 
 

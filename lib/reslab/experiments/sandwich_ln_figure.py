@@ -25,6 +25,7 @@ from reslab.experiments.sandwich_ln import (
     ratios,
 )
 from reslab.residuals import Placement
+from reslab.stats import median_of
 
 if TYPE_CHECKING:
     from reslab.params import Params
@@ -111,13 +112,13 @@ def _draw_times(axes: Axes, params: Params, timed: pd.DataFrame) -> None:
     widths = sorted(timed["width"].unique())
     for number, method in enumerate(name for name in METHODS if name != PRE):
         for place, width in enumerate(widths):
-            at = place + 0.22 * (number - 1)
-            plotting.interval(axes, at, ratios(timed, method, width), plotting.colour(method), marker=MARKERS[method])
+            at, rounds = place + 0.22 * (number - 1), ratios(timed, method, width)
+            plotting.interval(axes, at, rounds, plotting.colour(method), marker=MARKERS[method], of=median_of)
         axes.plot([], [], MARKERS[method], color=plotting.colour(method), label=method)
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
     axes.set_xlim(-0.6, len(widths) - 0.4)
     axes.set(
-        title="Time of a training step (dots: rounds)",
+        title="Time of a training step (dots: rounds; bar: median)",
         xlabel="width",
         ylabel="times Pre-LN's",
     )

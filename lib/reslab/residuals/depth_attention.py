@@ -279,6 +279,9 @@ class DepthEnds(Ends):
         super().__init__(site, options)
         self.options = options
         self.sites: tuple[AttnRes, ...] = ()
+        self.ran: frozenset[str] = frozenset()
+        """What has computed the reads of the newest pass so far: `numba`, `triton`, `naive`; a bank's and `naive` where
+        a layer was skipped, swapped or repeated, or ran in another grad mode, and left the bank."""
         self.output = AttnRes(site, options)
         if options.key_rank is not None:
             self.key_map = nn.Linear(site.width, options.key_rank, bias=False)
@@ -300,6 +303,7 @@ class DepthEnds(Ends):
 
     def start(self, x: Tensor) -> "Sources | Banked":
         if self.implementation(x) == "naive":
+            self.ran = frozenset({"naive"})
             return Sources((x,), self.key_of(x), -1, self)
         return _ungraphed(self._start_bank, x)
 
@@ -309,10 +313,11 @@ class DepthEnds(Ends):
             queries = queries @ wide(self.key_map.weight)
         plan = self.options.plan(len(self.sites), torch.is_grad_enabled())
         bank, token = Bank.start(plan, x, queries, KEY_EPS, self.options.key_norm)
+        self.ran = frozenset()
         return Banked(bank, token, 1, self)
 
     def implementation(self, x: Tensor) -> str:
-        """What computes reads of a stream like x: `numba`, `triton` or `naive`."""
+        """What is to compute reads of a stream like x: `numba`, `triton` or `naive`. What has is in `ran`."""
         if not self.options.fused or len(self.sites) != self.output.site.sublayers:
             return "naive"
         return implementation(x) or "naive"
@@ -383,7 +388,9 @@ class AttnRes(Connection):
 
     def _read_bank(self, stream: Banked) -> Tensor:
         if stream.bank.takes_read(self.site.index, stream.rows):
+            stream.ends.ran |= {stream.bank.name}
             return stream.bank.read(stream.token, self.site.index)
+        stream.ends.ran |= {"naive"}
         return self._read(stream.sources())
 
     def _read(self, stream: Sources) -> Tensor:
@@ -416,6 +423,7 @@ class AttnRes(Connection):
         row = self.site.index + 1
         if stream.bank.takes_row(row, stream.rows):
             return stream._replace(token=stream.bank.write(stream.token, row, update), rows=row + 1)
+        stream.ends.ran |= {"naive"}  # as all reads after it
         return self._write(stream.sources(), update)
 
     def _write(self, stream: Sources, update: Tensor) -> Sources:

@@ -67,6 +67,7 @@ class Bank:
         self.plan, self.shape = plan, x.shape
         self.like = x.new_empty(0)
         self.history: History | None = None
+        self.name = implementation(x) or ""
         self.written = 0
         self.reads: set[int] = set()
         self.begun_in, self.backward_pass = _in_backward(), -1
@@ -81,8 +82,14 @@ class Bank:
         """A bank and its first token: each step takes one and gives the next, which orders the steps for autograd.
 
         x [..., d] is the embedding, row 0; `queries` [L, d] those of all reads. Keys are rows divided by their rms
-        where `normed`. A UserError says what does not fit.
+        where `normed`. A UserError says what does not fit, or that rows like x have no `implementation`.
         """
+        if implementation(x) is None:
+            raise UserError(
+                f"depth attention: nothing keeps a bank of rows that are {x.dtype} on {x.device}; give float32, "
+                f"bfloat16 or float16 on the CPU or CUDA, or float64 on the CPU, or build the model with "
+                f"ConnectionConfig('attnres', kernel='naive')"
+            )
         needed = [len(plan.reads), x.shape[-1]]
         if not eps >= 0:
             raise UserError(f"depth attention: eps is {eps}; give 0 or more")

@@ -29,6 +29,7 @@ from reslab.kernels.depth_attention.simd import (
     load,
     load_one,
     maximum,
+    minus,
     prefetch,
     real,
     splat,
@@ -48,6 +49,12 @@ TILE = 2 * LANES
 
 TOGETHER = 16
 """Tokens whose part of the queries' gradient is summed before it goes to memory."""
+
+SUMMED = 16
+"""Terms of a score that are summed by themselves, and then these sums: a single chain rounds with each term."""
+
+PIECE = 64 * LANES
+"""Channels of a product of two rows that are summed by themselves, likewise."""
 
 tag: Any = None
 wide: Any = None
@@ -86,17 +93,22 @@ def write(arguments: Any, start: Any, stop: Any) -> None:
             else:
                 store_one(scale, slot * tokens + t + u, one, wide)
         for q in range(0, count, TILE):
-            a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(wide)
-            for j in range(width):
-                x, y = load(queries, j * across + q, wide), load(queries, j * across + q + LANES, wide)
-                k = splat(load_one(row, j, wide))
-                a0, a1 = fma(k, x, a0), fma(k, y, a1)
-                k = splat(load_one(row, padded + j, wide))
-                b0, b1 = fma(k, x, b0), fma(k, y, b1)
-                k = splat(load_one(row, 2 * padded + j, wide))
-                c0, c1 = fma(k, x, c0), fma(k, y, c1)
-                k = splat(load_one(row, 3 * padded + j, wide))
-                d0, d1 = fma(k, x, d0), fma(k, y, d1)
+            p0 = p1 = r0 = r1 = s0 = s1 = t0 = t1 = splat(wide)
+            for begin in range(0, width, SUMMED):
+                a0 = a1 = b0 = b1 = c0 = c1 = d0 = d1 = splat(wide)
+                for j in range(begin, min(begin + SUMMED, width)):
+                    x, y = load(queries, j * across + q, wide), load(queries, j * across + q + LANES, wide)
+                    k = splat(load_one(row, j, wide))
+                    a0, a1 = fma(k, x, a0), fma(k, y, a1)
+                    k = splat(load_one(row, padded + j, wide))
+                    b0, b1 = fma(k, x, b0), fma(k, y, b1)
+                    k = splat(load_one(row, 2 * padded + j, wide))
+                    c0, c1 = fma(k, x, c0), fma(k, y, c1)
+                    k = splat(load_one(row, 3 * padded + j, wide))
+                    d0, d1 = fma(k, x, d0), fma(k, y, d1)
+                p0, p1, r0, r1 = p0 + a0, p1 + a1, r0 + b0, r1 + b1
+                s0, s1, t0, t1 = s0 + c0, s1 + c1, t0 + d0, t1 + d1
+            a0, a1, b0, b1, c0, c1, d0, d1 = p0, p1, r0, r1, s0, s1, t0, t1
             two = q + LANES < count
             to = at + t * segment + q
             store(scores, to, a0, wide)
@@ -139,7 +151,7 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
             top = maximum(score, top)
         weight = splat(wide)
         for i in range(rows):
-            e = exp(load(a, i * LANES, wide) - top)
+            e = exp(minus(load(a, i * LANES, wide), top))
             store(a, i * LANES, e, wide)
             weight = weight + e
         store(largest, t * LANES, top, wide)
@@ -168,7 +180,7 @@ def mix_common(arguments: Any, start: Any, stop: Any) -> None:
 
 
 def mix(arguments: Any, start: Any, stop: Any) -> None:
-    """h [T, d] of one query, to `out`, and ln sum exp s, to row `query` of `logs` [L, T].
+    """h [T, d] of one query, to `out`; its largest score, and ln sum exp of scores less that, to `logs` [L, 2, T].
 
     Of the rows `slots`, and of those that `mix_common` has summed for query `begun` of eight, unless that is -1.
     """
@@ -197,7 +209,7 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
                 top = score
         weight = splat(wide)
         for i in range(0, count, LANES):
-            e = first(exp(load(a, i, wide) - splat(top)), count - i)
+            e = first(exp(minus(load(a, i, wide), splat(top))), count - i)
             store(a, i, e, wide)
             weight = weight + e
         share = wide
@@ -205,7 +217,8 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
         if begun >= 0:
             share = np.exp(load_one(largest, t * LANES + begun, wide) - top)
             whole += share * load_one(sums, t * LANES + begun, wide)
-        store_one(logs, query * tokens + t, top + np.log(whole), wide)
+        store_one(logs, 2 * query * tokens + t, top, wide)
+        store_one(logs, (2 * query + 1) * tokens + t, np.log(whole), wide)
         inverse = one / whole
         for i in range(0, count, LANES):
             store(a, i, load(a, i, wide) * splat(inverse), wide)
@@ -232,13 +245,16 @@ def keep_gradient(arguments: Any, start: Any, stop: Any) -> None:
         source, h, width, place, padded, means, query, tokens
     ) = integers(arguments, 8)  # fmt: skip
     for t in range(start, stop):
-        product = splat(wide)
-        for j in range(0, padded, LANES):
-            g = take(source + t * width, j, width, tag)
-            if source != place:
-                store(0, place + t * padded + j, g, tag)
-            product = fma(g, take(h + t * width, j, width, wide), product)
-        store_one(means, query * tokens + t, total(product), wide)
+        whole = wide
+        for begin in range(0, padded, PIECE):  # in the order of `_products`: equal rows have equal products
+            product = splat(wide)
+            for j in range(begin, min(begin + PIECE, padded), LANES):
+                g = take(source + t * width, j, width, tag)
+                if source != place:
+                    store(0, place + t * padded + j, g, tag)
+                product = fma(g, take(h + t * width, j, width, wide), product)
+            whole += total(product)
+        store_one(means, query * tokens + t, whole, wide)
 
 
 @inline
@@ -261,6 +277,17 @@ def _ahead(places: Any, count: Any, from_number: Any, padded: Any, tag: Any) -> 
 @inline
 def _products(v: Any, sources: Any, base: Any, k: Any, reads: Any, padded: Any, tag: Any, wide: Any) -> Any:
     """<v, g_l> of a row and up to eight gradients from the k-th on; those behind the last are anything."""
+    whole = splat(wide)
+    for begin in range(0, padded, PIECE):
+        stop = min(begin + PIECE, padded)
+        whole = whole + _products_of_piece(v, sources, base, k, reads, begin, stop, tag, wide)
+    return whole
+
+
+@inline
+def _products_of_piece(
+    v: Any, sources: Any, base: Any, k: Any, reads: Any, begin: Any, stop: Any, tag: Any, wide: Any
+) -> Any:
     last = reads - 1
     p0 = p1 = p2 = p3 = p4 = p5 = p6 = p7 = splat(wide)
     g0, g1 = base + integer(sources, k), base + integer(sources, min(k + 1, last))
@@ -268,19 +295,19 @@ def _products(v: Any, sources: Any, base: Any, k: Any, reads: Any, padded: Any, 
     if reads - k > 4:
         g4, g5 = base + integer(sources, min(k + 4, last)), base + integer(sources, min(k + 5, last))
         g6, g7 = base + integer(sources, min(k + 6, last)), base + integer(sources, min(k + 7, last))
-        for j in range(0, padded, LANES):
+        for j in range(begin, stop, LANES):
             x = load(0, v + j, tag)
             p0, p1 = fma(x, load(0, g0 + j, tag), p0), fma(x, load(0, g1 + j, tag), p1)
             p2, p3 = fma(x, load(0, g2 + j, tag), p2), fma(x, load(0, g3 + j, tag), p3)
             p4, p5 = fma(x, load(0, g4 + j, tag), p4), fma(x, load(0, g5 + j, tag), p5)
             p6, p7 = fma(x, load(0, g6 + j, tag), p6), fma(x, load(0, g7 + j, tag), p7)
     elif reads - k > 1:
-        for j in range(0, padded, LANES):
+        for j in range(begin, stop, LANES):
             x = load(0, v + j, tag)
             p0, p1 = fma(x, load(0, g0 + j, tag), p0), fma(x, load(0, g1 + j, tag), p1)
             p2, p3 = fma(x, load(0, g2 + j, tag), p2), fma(x, load(0, g3 + j, tag), p3)
     else:
-        for j in range(0, padded, LANES):
+        for j in range(begin, stop, LANES):
             p0 = fma(load(0, v + j, tag), load(0, g0 + j, tag), p0)
     return totals(p0, p1, p2, p3, p4, p5, p6, p7)
 
@@ -363,7 +390,7 @@ def _add_to_queries(
 def pull(arguments: Any, start: Any, stop: Any) -> None:
     """What reads `events` add to the gradients of up to eight rows, and these rows to the gradients of the queries.
 
-    With a_li = exp(s_li r_i - lse_l) and c_li = a_li (<g_l, v_i> - <g_l, h_l>) r_i:
+    With a_li = exp((s_li r_i - top_l) - log_l) (`logs` [L, 2, T]) and c_li = a_li (<g_l, v_i> - <g_l, h_l>) r_i:
     dv_i = sum_l (a_li g_l + c_li w_l) - (r_i^2 / d) (sum_l c_li s_li) v_i, and dw_l = sum_i c_li v_i.
     Sums go to `parts` [8, T, d] and `norms` [9, T]; where `begun` is not -1 there is one row, whose sums of that
     number are completed (begun = 8: nothing is begun), and its gradient goes to `out`, with `above` and `extra` added.
@@ -376,8 +403,10 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
     places, sources = where.ctypes.data, whose.ctypes.data
     events_padded = (reads + LANES - 1) // LANES * LANES
     a_memory, c_memory = np.empty((count + 3) * events_padded), np.zeros(TOGETHER * LANES * events_padded)
-    lse_memory, mean_memory = np.empty(events_padded), np.empty(events_padded)
-    a, c, lse, mean = a_memory.ctypes.data, c_memory.ctypes.data, lse_memory.ctypes.data, mean_memory.ctypes.data
+    of_reads = np.empty(3 * events_padded)
+    a, c = a_memory.ctypes.data, c_memory.ctypes.data
+    top = of_reads.ctypes.data
+    log, mean = top + 8 * events_padded, top + 16 * events_padded
     of_token = LANES * events_padded
     for block in range(start, stop, TOGETHER):
         here = min(TOGETHER, stop - block)
@@ -388,7 +417,8 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
             _ahead(sources, reads, ahead * padded, padded, tag)
             for k in range(reads):
                 at_event = integer(events, k) * tokens + t
-                store_one(lse, k, load_one(logs, at_event, wide), wide)
+                store_one(top, k, load_one(logs, at_event + integer(events, k) * tokens, wide), wide)
+                store_one(log, k, load_one(logs, at_event + (integer(events, k) + 1) * tokens, wide), wide)
                 store_one(mean, k, load_one(means, at_event, wide), wide)
             for i in range(count):
                 norm = load_one(norms, begun * tokens + t, wide) if 0 <= begun < LANES else wide
@@ -397,7 +427,7 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
                     left = reads - k
                     p = _products(integer(places, i) + base, sources, base, k, reads, padded, tag, wide)
                     s = first(load(scores, integer(at, i) + t * integer(segments, i) + k, wide), left)
-                    weight = first(exp(s * r - load(lse, k, wide)), left)
+                    weight = first(exp(minus(minus(s * r, load(top, k, wide)), load(log, k, wide))), left)
                     by_score = first(weight * (p - load(mean, k, wide)) * r, left)
                     store(a, i * events_padded + k, weight, wide)
                     store(c, c_at + i * events_padded + k, by_score, wide)
@@ -434,8 +464,7 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
     alive(whose)
     alive(a_memory)
     alive(c_memory)
-    alive(lse_memory)
-    alive(mean_memory)
+    alive(of_reads)
 
 
 # --- compiled for a format ------------------------------------------------------------------------
@@ -603,7 +632,7 @@ class CpuHistory:
         self.scores = self._empty(self.layout.begin(len(plan.joins)) + LANES)
         self.scale = self._empty(len(plan.joins), self.tokens)
         self.eps = self._empty(1).fill_(eps)
-        self.logs = self._empty(len(plan.reads), self.tokens).fill_(torch.inf)
+        self.logs = self._empty(len(plan.reads), 2, self.tokens).fill_(torch.inf)  # no weight, unless it is read
         self.queries = F.pad(queries.to(self.exact), (0, self.padded - self.width)).contiguous()
         self.across = F.pad(self.queries.T, (0, TILE + LANES)).contiguous()
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None

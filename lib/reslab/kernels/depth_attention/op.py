@@ -106,7 +106,7 @@ def triton_module(name: str) -> ModuleType:
 @torch.library.custom_op("reslab::depth_attention", mutates_args=(), tags=_TAGS)
 def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """h [T, d] in the sources' dtype, and for the backward pass, in float32, 1/rms and s [T, n] after what gives a:
-    Numba's a [T, n], or Triton's ln sum exp s [T]."""
+    Numba's a [T, n], or Triton's largest s and ln sum exp of s less that [T, 2]."""
     if implementation(sources[0]) == "triton":
         return triton_module("triton_op").forward(_wide(query), [source.detach() for source in sources], eps)
     from reslab.kernels.depth_attention import cpu  # it takes a second to import
@@ -118,7 +118,7 @@ def _forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, 
 def _(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     out = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
     shape = out.shape[0], len(sources)
-    weights = query.new_empty(shape[:1] if implementation(sources[0]) == "triton" else shape)
+    weights = query.new_empty((shape[0], 2) if implementation(sources[0]) == "triton" else shape)
     return out, weights, query.new_empty(shape), query.new_empty(shape)
 
 

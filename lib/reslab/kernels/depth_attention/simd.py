@@ -19,7 +19,7 @@ from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
     "FAST", "LANES", "alive", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part",
-    "maximum", "prefetch", "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
+    "maximum", "minus", "prefetch", "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
 ]  # fmt: skip
 
 LANES = 8
@@ -59,6 +59,9 @@ def _llvm(element: Any) -> Any:
 
 _VECTORS = {element: _Vector(element) for element in (types.float32, types.float64)}
 _FLAGS = tuple(sorted(FAST))
+_IN_ORDER = ("nsz",)
+"""For what is rounded where it stands. Numba gives all it may to operations that have no flag."""
+
 _INT = ir.IntType(32)
 
 
@@ -323,6 +326,16 @@ def fma(typing: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
+def minus(typing: Any, a: Any, b: Any) -> Any:
+    """a - b, in this order and rounded here; a product in a is rounded before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fsub(*arguments, flags=_IN_ORDER)
+
+    return a(a, a), generate
+
+
+@intrinsic
 def maximum(typing: Any, a: Any, b: Any) -> Any:
     """Lane by lane."""
 
@@ -347,7 +360,8 @@ def _summed(builder: Any, value: Any) -> Any:
     """Neighbours are added, and their sums again, as in `totals`: the order does not depend on the machine."""
     for width in (4, 2, 1):
         even, odd = (ir.Constant(ir.VectorType(_INT, width), list(range(a, 2 * width, 2))) for a in (0, 1))
-        value = builder.fadd(builder.shuffle_vector(value, value, even), builder.shuffle_vector(value, value, odd))
+        halves = (builder.shuffle_vector(value, value, half) for half in (even, odd))
+        value = builder.fadd(*halves, flags=_IN_ORDER)
     return builder.extract_element(value, ir.Constant(_INT, 0))
 
 

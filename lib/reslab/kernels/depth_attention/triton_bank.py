@@ -84,7 +84,7 @@ def _mix(
 
     Where not DONE, the largest scores, and relative to them sums of exponentials and of rows: [QUERIES, T], the same,
     and [QUERIES, T, d]. Where DONE, for one query, which goes on from sum `number` where it is BEGUN: h [T, d], and
-    ln sum exp s, to column `read` of `logs` [T, reads].
+    its largest score and ln sum exp of scores less that, to column `read` of `logs` [T, 2, reads].
     """
     t, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns, q = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, QUERIES)
@@ -108,7 +108,8 @@ def _mix(
     if DONE:
         tl.store(out + (t + q)[:, None] * WIDTH + columns[None, :], mixed / total[:, None], mask=mask)
         if block == 0:
-            tl.store(logs + t * reads + read + q, top + tl.log(total))
+            tl.store(logs + 2 * t * reads + read + q, top)
+            tl.store(logs + (2 * t + 1) * reads + read + q, tl.log(total))
     else:
         if block == 0:
             tl.store(largest + sums_at, top, mask=q < members)
@@ -144,12 +145,14 @@ def _differentiate(
     for j in range(0, WIDTH, BLOCK):
         value, g = values(row, row_there, j + columns, WIDTH), values(gradient, there, j + columns, WIDTH)
         product += value[:, None, :] * g[None, :, :]
-    read = t * reads + tl.load(gradients + 2 * events + k, mask=there, other=0)
+    read = tl.load(gradients + 2 * events + k, mask=there, other=0)
     slot = t * height + tl.load(rows + 2 * count + i, mask=row_there, other=0)
     at = t * across + tl.load(rows + 3 * count + i, mask=row_there, other=0)[:, None] + k[None, :]
     mask = row_there[:, None] & there[None, :]
-    weight = tl.exp(tl.load(scores + at, mask=mask, other=0.0) - tl.load(logs + read, mask=there, other=0.0)[None, :])
-    excess = tl.sum(product, 2) - tl.load(means + read, mask=there, other=0.0)[None, :]
+    top = tl.load(logs + 2 * t * reads + read, mask=there, other=0.0)
+    log = tl.load(logs + (2 * t + 1) * reads + read, mask=there, other=0.0)
+    weight = tl.exp(tl.load(scores + at, mask=mask, other=0.0) - top[None, :] - log[None, :])
+    excess = tl.sum(product, 2) - tl.load(means + t * reads + read, mask=there, other=0.0)[None, :]
     tl.store(by_score + at, weight * excess * tl.load(scale + slot, mask=row_there, other=0.0)[:, None], mask=mask)
 
 
@@ -175,8 +178,9 @@ def _gather(
     at = t * across + tl.load(rows + 3 * count + i, mask=row_there, other=0)
     for k in range(events):
         gradient, there = places(gradients, k, events, t, 1, DTYPE, ALIGNED)
-        log = tl.load(logs + t * reads + tl.load(gradients + 2 * events + k))
-        weight = tl.exp(tl.load(scores + at + k, mask=row_there, other=0.0) - log)
+        read = tl.load(gradients + 2 * events + k)
+        top, log = tl.load(logs + 2 * t * reads + read), tl.load(logs + (2 * t + 1) * reads + read)
+        weight = tl.exp(tl.load(scores + at + k, mask=row_there, other=0.0) - top - log)
         gathered += weight[:, None] * values(gradient, there, columns, WIDTH)
     if DONE:
         gathered -= tl.load(norms + t) * values(row, row_there, columns, WIDTH)
@@ -228,7 +232,7 @@ class TritonHistory:
         self.versions = [0] * len(plan.joins)
         self.scores = self._empty(self.tokens, plan.columns[-1])
         self.scale = self._empty(self.tokens, len(plan.joins))
-        self.logs = self._empty(self.tokens, len(plan.reads)).fill_(torch.inf)  # no weight, unless it is read
+        self.logs = self._empty(self.tokens, 2, len(plan.reads)).fill_(torch.inf)  # no weight, unless it is read
         self.none = self._empty(1)
         self.begun: tuple[Group, Tensor, Tensor, Tensor] | None = None
         """A group of reads and what is summed for it: largest scores, sums of exponentials, sums of rows."""

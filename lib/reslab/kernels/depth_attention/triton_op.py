@@ -69,7 +69,7 @@ def _forward(
     sources, query, out, logs, scale, scores, count, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, SOURCES: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """One token: its row of out [T, d], ln sum exp s, and r and s [T, n]."""
+    """One token: its row of out [T, d]; its largest s, and ln sum exp of s less that, [T, 2]; r and s [T, n]."""
     t = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     largest, total = float("-inf"), 0.0
@@ -91,8 +91,9 @@ def _forward(
         total = total * shrink + tl.sum(weight, 0)
         if WIDTH <= BLOCK:
             mixed = mixed * shrink + tl.sum(weight[:, None] * value, 0)
-    log = largest + tl.log(total)
-    tl.store(logs + t, log)
+    log = tl.log(total)
+    tl.store(logs + 2 * t, largest)
+    tl.store(logs + 2 * t + 1, log)
     if WIDTH <= BLOCK:
         tl.store(out + t * WIDTH + columns, mixed / total, mask=columns < WIDTH)
     else:
@@ -102,7 +103,7 @@ def _forward(
             for first in range(0, count, SOURCES):
                 rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
                 at = t * count + first + tl.arange(0, SOURCES)
-                weight = tl.exp(tl.load(scores + at, mask=there, other=float("-inf")) - log)
+                weight = tl.exp(tl.load(scores + at, mask=there, other=float("-inf")) - largest - log)
                 mixed += tl.sum(weight[:, None] * values(rows, there, j + columns, WIDTH), 0)
             tl.store(out + t * WIDTH + j + columns, mixed, mask=j + columns < WIDTH)
 
@@ -121,8 +122,8 @@ def _backward(
     columns, number = tl.arange(0, BLOCK), tl.arange(0, SOURCES)
     by_query = tl.zeros([BLOCK], tl.float32)
     for t in range(program, tokens, tl.num_programs(0)):
-        log = tl.load(logs + t)
-        mean, total = 0.0, 0.0  # the total is 1, but for the rounding of `log`
+        largest, log = tl.load(logs + 2 * t), tl.load(logs + 2 * t + 1)
+        mean, total = 0.0, 0.0  # the total is 1, but for rounding
         for first in range(0, count, SOURCES):
             rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
             product = tl.zeros([SOURCES], tl.float32)
@@ -131,7 +132,7 @@ def _backward(
                 product += tl.sum(values(rows, there, j + columns, WIDTH) * g[None, :], 1)
             at = t * count + first + number
             tl.store(products + at, product, mask=there)
-            weight = tl.exp(tl.load(scores + at, mask=there, other=float("-inf")) - log)
+            weight = tl.exp(tl.load(scores + at, mask=there, other=float("-inf")) - largest - log)
             mean += tl.sum(weight * product, 0)
             total += tl.sum(weight, 0)
         mean /= total
@@ -144,7 +145,7 @@ def _backward(
                 rows, there = places(sources, first, count, t, SOURCES, DTYPE, ALIGNED)
                 at = t * count + first + number
                 score, inverse = tl.load(scores + at, mask=there, other=0.0), tl.load(scale + at, mask=there, other=0.0)
-                weight = tl.where(there, tl.exp(score - log) / total, 0.0)
+                weight = tl.where(there, tl.exp(score - largest - log) / total, 0.0)
                 by_score = weight * (tl.load(products + at, mask=there, other=0.0) - mean) * inverse
                 value = values(rows, there, j + columns, WIDTH)
                 gradient = weight[:, None] * g[None, :] + by_score[:, None] * w[None, :]
@@ -218,14 +219,14 @@ def _dense(rows: Tensor) -> Tensor:
 
 
 def forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h [T, d] in the sources' dtype, and ln sum_i exp s_i [T], r and s [T, n] in float32.
+    """h [T, d] in the sources' dtype; in float32 the largest s and ln sum exp of s less that [T, 2], r and s [T, n].
 
     `query` [d] is contiguous float32; sources [T, d] are float32, bfloat16 or float16.
     """
     sources = [_dense(source) for source in sources]
     tokens, width = sources[0].shape
     out = torch.empty_like(sources[0], memory_format=torch.contiguous_format)
-    logs, (scale, scores) = query.new_empty(tokens), (query.new_empty(tokens, len(sources)) for _ in range(2))
+    logs, (scale, scores) = query.new_empty(tokens, 2), (query.new_empty(tokens, len(sources)) for _ in range(2))
     if out.numel():
         compiled_for = settings(width, out.dtype, aligned(sources))
         arguments = (table(sources, out.device), query, out, logs, scale, scores, len(sources), eps)
