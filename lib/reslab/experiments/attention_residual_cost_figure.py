@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
+TIMES = (0.5, 0.7, 1.0, 1.2, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0, 10.0)
+"""Marks of a logarithmic axis of times over pre-norm's."""
+
 
 def draw(params: Params, times: pd.DataFrame, peaks: pd.DataFrame, traffic: pd.DataFrame, trained: Runs) -> Figure:
     """The claim in six panels."""
@@ -61,6 +64,11 @@ def _draw_time(axes: Axes, params: Params, times: pd.DataFrame, axis: str, label
     axes.axhline(1, color=plotting.COLOURS[PRENORM], label=PRENORM)
     axes.set_xscale("log", base=2)
     axes.set_xticks(middle.index, [str(value) for value in middle.index])
+    axes.set_yscale("log")
+    bottom, top = axes.get_ylim()
+    ticks = [value for value in TIMES if bottom <= value <= top]
+    axes.set_yticks(ticks, [f"{value:g}" for value in ticks])
+    axes.minorticks_off()
     axes.set(
         title=f"Measured time by {label.split(' (')[0]}",
         xlabel=label,

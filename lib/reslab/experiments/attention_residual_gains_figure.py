@@ -49,7 +49,8 @@ def _draw_gain_by_depth(axes: Axes, params: Params, trained: Runs) -> None:
     section = section_of(params)
     margin = section.criteria.shallow_full  # type: ignore[attr-defined]
     if margin.above is not None and margin.below is not None:
-        axes.axhspan(margin.above, margin.below, color=plotting.COLOURS["control"], alpha=0.12, label="counts as none")
+        label = f"counts as none at {section.depths[0]} blocks"
+        axes.axhspan(margin.above, margin.below, color=plotting.COLOURS["control"], alpha=0.12, label=label)
     for number, method in enumerate(("Full", "Block")):
         by_depth = gain_by_depth(params, trained, method)
         places = [depth * (1.03 if number else 0.97) for depth in by_depth]
@@ -165,12 +166,13 @@ def _draw_elsewhere(axes: Axes, params: Params, trained: Runs) -> None:
     for at, (_, values, method) in enumerate(rows):
         plotting.interval(axes, at, values, plotting.colour(method), sideways=True)
         if not np.isfinite(values).any():
-            axes.text(0.01, at, "no value: both at the ceiling, or lost", fontsize=6, va="center")
+            axes.text(0.01, at, "no value (ceiling, or lost)", fontsize=6, va="center")
     _zero(axes, sideways=True)
     axes.set_yticks(range(len(rows)), [label for label, _, _ in rows], fontsize=6.5)
+    axes.set_ylim(-0.6, len(rows) - 0.4)
     axes.set_xscale("symlog", linthresh=0.1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(
         title=f"Elsewhere (text: {section.middle} blocks)",
-        xlabel="nats gained over Pre-LN (grey: lost)",
+        xlabel="nats gained over Pre-LN (grey: lost; beyond 0.1 by logarithm)",
     )

@@ -118,9 +118,9 @@ def _draw_times(axes: Axes, params: Params, timed: pd.DataFrame) -> None:
     axes.set_xticks(range(len(widths)), [str(width) for width in widths])
     axes.set_xlim(-0.6, len(widths) - 0.4)
     axes.set(
-        title="Time of a training step (dots: rounds; bar: median)",
+        title="Time of a training step",
         xlabel="width",
-        ylabel="times Pre-LN's",
+        ylabel="times Pre-LN's (rounds, median)",
     )
     plotting.legend_beside(axes)
 
