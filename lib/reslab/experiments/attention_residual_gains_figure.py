@@ -49,7 +49,7 @@ def _draw_gain_by_depth(axes: Axes, params: Params, trained: Runs) -> None:
     section = section_of(params)
     margin = section.criteria.shallow_full  # type: ignore[attr-defined]
     if margin.above is not None and margin.below is not None:
-        label = f"counts as none at {section.depths[0]} blocks"
+        label = f"none, at {section.depths[0]}"
         axes.axhspan(margin.above, margin.below, color=plotting.COLOURS["control"], alpha=0.12, label=label)
     for number, method in enumerate(("Full", "Block")):
         by_depth = gain_by_depth(params, trained, method)
@@ -174,5 +174,5 @@ def _draw_elsewhere(axes: Axes, params: Params, trained: Runs) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.set(
         title=f"Elsewhere (text: {section.middle} blocks)",
-        xlabel="nats gained over Pre-LN (grey: lost; beyond 0.1 by logarithm)",
+        xlabel="nats gained over Pre-LN (grey: lost)\nlogarithmic beyond 0.1",
     )
