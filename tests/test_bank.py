@@ -783,6 +783,26 @@ def test_rows_that_nothing_keeps_are_refused(x: Tensor, enabled: bool) -> None:
         Bank.start(plan_of(2, keep=enabled), x, torch.ones(3, 8, device=x.device), 1e-6, True)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_steps_out_of_turn_are_refused(enabled: bool) -> None:
+    x, queries = torch.randn(5, 8), torch.zeros(3, 8)
+    with torch.set_grad_enabled(enabled):
+        bank, token = Bank.start(plan_of(2, keep=enabled), x, queries, 1e-6, True)
+        for row in (-1, 2, 5):
+            with pytest.raises(UserError, match=f"row {row} does not come next; 1 of 3 rows are written"):
+                bank.write(token, row, x)
+        with pytest.raises(UserError, match="read 2 needs row 2; 1 rows are written"):
+            bank.read(token, 2)
+        for read in (-1, 3):
+            with pytest.raises(UserError, match=f"there is no read {read}; the plan has reads 0 to 2"):
+                bank.read(token, read)
+
+
+def test_queries_are_floating_point() -> None:
+    with pytest.raises(UserError, match=r"queries are torch.int64; give floating-point ones"):
+        Bank.start(plan_of(2), torch.randn(5, 8), torch.zeros(3, 8, dtype=torch.int64), 1e-6, True)
+
+
 def test_float64_on_cuda_is_refused_by_the_bank() -> None:
     with torch._subclasses.fake_tensor.FakeTensorMode():
         x = torch.empty(5, 8, device="cuda", dtype=torch.float64)

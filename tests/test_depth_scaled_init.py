@@ -277,8 +277,8 @@ def test_figure_draws_with_and_without_diverged_runs(settings: Params, table: pd
 @pytest.mark.parametrize(
     ("section", "sentence"),
     [
-        ({"depths": [4]}, "depths must be a shallow one and a deeper one"),
-        ({"depths": [4, 4]}, "depths must be a shallow one and a deeper one"),
+        ({"depths": [4]}, "depths must be two or more that increase"),
+        ({"depths": [4, 4]}, "depths must be two or more that increase"),
         ({"learning_rates": []}, "at least 1 item"),
         ({"window": 3}, "window 3 must be at most a quarter of steps 8"),
         ({"exact": {"depths": [4]}}, "depths must be two or more that increase"),

@@ -143,7 +143,7 @@ def test_a_second_run_is_equal_bit_for_bit(trained: Runs, arm: str) -> None:
 
 def test_low_precision_streams_are_not_compiled() -> None:
     """A compiler may leave out the rounding between two additions."""
-    arms = of_arms.arms(params.preset("gpu"))
+    arms = of_arms.arms(params.load("gpu", {"device": {"compile": True}}))
     assert {arm.name for arm in arms if arm.config.device.compile} == {"ordinary fp32"}
 
 

@@ -127,6 +127,7 @@ COLOURS = {
     "diagonal": _PALETTE[2],
     "diagonal, set short": _PALETTE[7],
     "scale 1": _PALETTE[0],
+    "scale 0.5": _PALETTE[4],
     "scale 0.3": _PALETTE[1],
     "scale 0.1": _PALETTE[2],
     "scale 0.03": _PALETTE[3],

@@ -14,7 +14,7 @@ from pydantic import Field, field_validator
 from reslab.claims import Check, Published, Question, Role, Section, criteria_model, judge
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, profile_of, train_arms
 from reslab.experiments.depth_scaled_init_exact import INITS, NORMS, Exact, Norm, exact_estimates, start
-from reslab.experiments.runs import decoder_run
+from reslab.experiments.runs import decoder_run, require_depths
 from reslab.stats import Estimate, detectable, deterministic, mean_of, moving_average, paired_difference
 from reslab.training import RunRecord
 
@@ -150,7 +150,7 @@ class Parameters(Section):
     """The section claims.depth_scaled_init of params.yaml."""
 
     depths: tuple[int, ...]
-    """Blocks of the decoders that are trained: what counts as shallow, and one beyond 16."""
+    """Blocks of the decoders that are trained, increasing: the first is what counts as shallow, the last as deep."""
     steps: int = Field(ge=8)
     sweep_steps: int = Field(ge=1)
     learning_rates: Rates
@@ -159,12 +159,7 @@ class Parameters(Section):
     exact: Exact
     criteria: Criteria  # type: ignore[valid-type]
 
-    @field_validator("depths")
-    @classmethod
-    def _two_depths(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        if len(depths) != 2 or not 1 <= depths[0] < depths[1]:
-            raise ValueError(f"depths must be a shallow one and a deeper one, at least 1, got {list(depths)}")
-        return depths
+    _depths_increase = field_validator("depths")(require_depths)
 
     def require(self, params: Params) -> None:
         deepest = (self.depths[-1], self.exact.depths[-1])
@@ -210,7 +205,7 @@ def arm_name(init: str, depth: int, norm: Norm = "norm") -> str:
 
 
 def arms(params: Params) -> list[Arm]:
-    """0.02 and 0.2 at both depths, with the final norm and without; scaled with it, in the deepest."""
+    """0.02 and 0.2 at all depths, with the final norm and without; scaled with it, in the deepest."""
     section = params.claims.depth_scaled_init
     wanted = [(init, depth, norm) for init in (SMALL, LARGE) for norm in NORMS for depth in section.depths]
     wanted += [(init, section.depths[-1], "norm") for init in SCALED.values()]
@@ -312,7 +307,7 @@ def checks_variance(params: Params, trained: Runs) -> list[Check]:
 def checks_harm(params: Params, trained: Runs) -> list[Check]:
     """Sentence A6.1b after training: what 0.2 costs, and whether there is a dead zone."""
     section = params.claims.depth_scaled_init
-    shallow, deep = section.depths
+    shallow, deep = section.depths[0], section.depths[-1]
     learnt = each(trained[arm_name(SMALL, shallow)], lambda record: record.context_free_loss - (record.test_loss or 0))
     found = {"learns": mean_of(learnt)}
 

@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from torch import Tensor, nn
 
 from reslab import data
+from reslab.experiments.runs import require_depths
 from reslab.models.attention import Attention
 from reslab.models.decoder import DecoderConfig
 from reslab.models.initialisation import WeightInit, stream_writers
@@ -61,12 +62,7 @@ class Exact(Settings):
     rate: float = Field(gt=0)
     """Learning rate of AdamW's first step."""
 
-    @field_validator("depths")
-    @classmethod
-    def _depths_increase(cls, depths: tuple[int, ...]) -> tuple[int, ...]:
-        if len(depths) < 2 or min(depths) < 1 or list(depths) != sorted(set(depths)):
-            raise ValueError(f"depths must be two or more that increase from at least 1, got {list(depths)}")
-        return depths
+    _depths_increase = field_validator("depths")(require_depths)
 
 
 class Init(NamedTuple):

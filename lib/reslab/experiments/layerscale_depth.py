@@ -16,7 +16,7 @@ from reslab.claims import Check, Published, Question, Section, criteria_model, j
 from reslab.comparison import Arm, Rates, Runs, choose_rates, each, held_out, train_arms
 from reslab.experiments.layerscale_depth_exact import Exact, closed_networks, exact_estimates, jacobians
 from reslab.experiments.layerscale_depth_opening import closing_cost, effective_depths, opening_table
-from reslab.experiments.runs import ENDS, decoder_run, ends_run, image_run
+from reslab.experiments.runs import ENDS, decoder_run, ends_run, image_run, require_depths
 from reslab.residuals import ConnectionConfig
 from reslab.schema import Settings
 from reslab.stats import Estimate, detectable, mean_of, paired_difference, share_of, slope
@@ -194,12 +194,6 @@ Criteria = criteria_model(QUESTIONS)
 # --- parameters -----------------------------------------------------------------------------------
 
 
-def _require_depths(depths: tuple[int, ...]) -> tuple[int, ...]:
-    if len(depths) < 2 or min(depths) < 1 or list(depths) != sorted(set(depths)):
-        raise ValueError(f"depths must be two or more that increase from at least 1, got {list(depths)}")
-    return depths
-
-
 class Images(Settings):
     """The image encoders: CaiT's own setting, in small."""
 
@@ -212,7 +206,7 @@ class Images(Settings):
     sweep_steps: int = Field(ge=1)
     learning_rates: Rates
 
-    _depths_increase = field_validator("depths")(_require_depths)
+    _depths_increase = field_validator("depths")(require_depths)
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Images:
@@ -261,7 +255,7 @@ class Parameters(Section):
     exact: Exact
     criteria: Criteria  # type: ignore[valid-type]
 
-    _depths_increase = field_validator("depths")(_require_depths)
+    _depths_increase = field_validator("depths")(require_depths)
 
     @model_validator(mode="after")
     def _fits(self) -> Parameters:
@@ -330,11 +324,11 @@ def arm_name(method: str, depth: int, *, images: bool = False) -> str:
 
 
 def depths_of(params: Params, method: str, *, images: bool = False) -> tuple[int, ...]:
-    """The depths a method is trained at; SkipInit, of which no sentence speaks, at the shallowest and the deepest."""
+    """The depths a method is trained at."""
     section = params.claims.layerscale_depth
     if images:
         return section.images.depths if method in IMAGE_METHODS else ()
-    return (section.depths[0], section.depths[-1]) if method == SKIPINIT else section.depths
+    return section.depths
 
 
 IMAGE_METHODS = (PLAIN, LARGE, SMALL)

@@ -25,6 +25,7 @@ from reslab.curves import (
 )
 from reslab.experiments.pre_vs_post_ln_grid import outcomes
 from reslab.experiments.residual_scale_exact import (
+    HALF,
     LOW,
     MODERATE,
     ONE,
@@ -54,6 +55,9 @@ STATEMENT = (
     "and stability."
 )
 KEY = "bears_moderate"
+
+TOLD = {"half": HALF, "moderate": MODERATE, "low": LOW}
+"""Scales of the range that sentence A4.3a speaks of, by their part of a check's name."""
 
 
 def _stability_questions(name: str, scale: float) -> dict[str, Question]:
@@ -123,8 +127,7 @@ QUESTIONS = {
     "no_false_spikes": Question(
         "A4.3a", "control", "spikes", "the best context-free guess on the same batches shows no spikes"
     ),
-    **_stability_questions("moderate", MODERATE),
-    **_stability_questions("low", LOW),
+    **{name: question for size, scale in TOLD.items() for name, question in _stability_questions(size, scale).items()},
     # shallower, in full
     "learns": Question(
         "A4.3b", "control", "nats below unigram entropy", "scale 1 has learnt from the context ({shallow} blocks)"
@@ -183,7 +186,7 @@ that is built to obey them, and growth and effective depth of the untrained deco
 Criteria = criteria_model(QUESTIONS)
 
 SHALLOW_SCALES = (ONE, MODERATE, SMALL)
-DEEP_SCALES = (ONE, MODERATE, LOW)
+DEEP_SCALES = (ONE, *TOLD.values())
 
 
 # --- parameters -----------------------------------------------------------------------------------
@@ -386,16 +389,15 @@ def checks_stability(params: Params, tried: Grid) -> list[Check]:
     estimates = {"no_false_spikes": deterministic(sum(len(spikes(context_free_losses(r))) for r in lowest))}
     measures = {"calmer": share_failed, "bears": places_borne, "rise": rises}
     difference = {
-        (measure, scale): _minus(of(tried, ONE), of(tried, scale))
+        (measure, size): _minus(of(tried, ONE), of(tried, scale))
         for measure, of in measures.items()
-        for scale in (MODERATE, LOW)
+        for size, scale in TOLD.items()
     }
-    for (measure, scale), values in difference.items():
-        signed = [-value for value in values] if measure == "bears" else values
-        estimates[f"{measure}_{'moderate' if scale == MODERATE else 'low'}"] = mean_of(signed)
-    estimates["stability_bears"] = folded(difference["bears", MODERATE])
-    estimates["stability_fails"] = folded(difference["calmer", MODERATE])
-    estimates["stability_rise"] = folded(difference["rise", MODERATE])
+    for (measure, size), values in difference.items():
+        estimates[f"{measure}_{size}"] = mean_of([-value for value in values] if measure == "bears" else values)
+    estimates["stability_bears"] = folded(difference["bears", "moderate"])
+    estimates["stability_fails"] = folded(difference["calmer", "moderate"])
+    estimates["stability_rise"] = folded(difference["rise", "moderate"])
     return _judged(params, estimates)
 
 

@@ -26,6 +26,7 @@ from reslab.stats import Estimate, mean_of
 from reslab.training import build
 
 __all__ = [
+    "HALF",
     "LOW",
     "MODERATE",
     "ONE",
@@ -41,8 +42,8 @@ __all__ = [
     "orthogonal_stack",
 ]
 
-ONE, MODERATE, LOW, SMALL = 1.0, 0.3, 0.1, 0.03
-SCALES = (ONE, MODERATE, LOW, SMALL)
+ONE, HALF, MODERATE, LOW, SMALL = 1.0, 0.5, 0.3, 0.1, 0.03
+SCALES = (ONE, HALF, MODERATE, LOW, SMALL)
 """The textbook's scale, two of those said to be stable (0.1 to 0.5), and one that is too small."""
 
 

@@ -90,7 +90,7 @@ def _draw_rises(axes: Axes, params: Params, tried: Grid) -> None:
     deep = params.claims.residual_scale.deep
     for place, scale in enumerate(DEEP_SCALES):
         name, means = arm_name(scale), []
-        at = [column + 0.18 * (place - 1) for column in range(len(deep.learning_rates))]
+        at = [column + 0.18 * (place - (len(DEEP_SCALES) - 1) / 2) for column in range(len(deep.learning_rates))]
         for x, rate in zip(at, deep.learning_rates, strict=True):
             values = each(tried[scale, rate], excess_rise)
             plotting.interval(axes, x, values, plotting.colour(name))

@@ -16,10 +16,17 @@ from reslab.training import RunConfig
 if TYPE_CHECKING:
     from reslab.params import Params
 
-__all__ = ["ENDS", "decoder_run", "ends_run", "hops_run", "image_run", "text_task"]
+__all__ = ["ENDS", "decoder_run", "ends_run", "hops_run", "image_run", "require_depths", "text_task"]
 
 ENDS = "embedding and head alone"
 """The arm of `ends_run`: what a decoder can do without any block. Blocks are worth what a model ends below it."""
+
+
+def require_depths(depths: tuple[int, ...]) -> tuple[int, ...]:
+    """Refuses anything but two or more depths, in blocks, that increase."""
+    if len(depths) < 2 or min(depths) < 1 or list(depths) != sorted(set(depths)):
+        raise ValueError(f"depths must be two or more that increase from at least 1, got {list(depths)}")
+    return depths
 
 
 def text_task(params: Params) -> data.TextConfig:

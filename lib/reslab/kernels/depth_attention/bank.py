@@ -67,7 +67,7 @@ class Bank:
         self.plan, self.shape = plan, x.shape
         self.like = x.new_empty(0)
         self.history: History | None = None
-        self.name = implementation(x) or ""
+        self.name = implementation(x)
         self.written = 0
         self.reads: set[int] = set()
         self.begun_in, self.backward_pass = _in_backward(), -1
@@ -90,6 +90,8 @@ class Bank:
                 f"bfloat16 or float16 on the CPU or CUDA, or float64 on the CPU, or build the model with "
                 f"ConnectionConfig('attnres', kernel='naive')"
             )
+        if not queries.is_floating_point():
+            raise UserError(f"depth attention: queries are {queries.dtype}; give floating-point ones")
         needed = [len(plan.reads), x.shape[-1]]
         if not eps >= 0:
             raise UserError(f"depth attention: eps is {eps}; give 0 or more")
@@ -147,6 +149,11 @@ class Bank:
 
     def write(self, token: Tensor, row: int, update: Tensor) -> Tensor:
         """`update` [..., d] becomes a row; the token after it."""
+        if not 0 <= row <= min(self.written, len(self.plan.joins) - 1):
+            raise UserError(
+                f"depth attention: row {row} does not come next; {self.written} of {len(self.plan.joins)} rows are "
+                f"written"
+            )
         if torch.is_grad_enabled():
             return _Write.apply(token, update, self, row)
         self.put(row, update)
@@ -154,6 +161,14 @@ class Bank:
 
     def read(self, token: Tensor, read: int) -> Tensor:
         """h [..., d]."""
+        if not 0 <= read < len(self.plan.reads):
+            raise UserError(
+                f"depth attention: there is no read {read}; the plan has reads 0 to {len(self.plan.reads) - 1}"
+            )
+        if max(self.plan.reads[read]) >= self.written:
+            raise UserError(
+                f"depth attention: read {read} needs row {max(self.plan.reads[read])}; {self.written} rows are written"
+            )
         self.reads.add(read)
         if torch.is_grad_enabled():
             return _Read.apply(token, self, read)

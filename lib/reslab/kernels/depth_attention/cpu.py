@@ -28,10 +28,12 @@ from reslab.kernels.depth_attention.simd import (
     load_part,
     prefetch,
     real,
+    settle,
     splat,
     store,
     store_one,
     store_part,
+    stream,
     tag_of,
     total,
 )  # fmt: skip
@@ -44,6 +46,9 @@ SUMMED = 16
 
 CHUNK = 64
 """Tokens that a thread takes at a time."""
+
+CACHED = 2**25
+"""Bytes: of more than this, caches keep little of what is written until it is read (measured; see docs/log.md)."""
 
 tag: Any = None
 wide: Any = None
@@ -120,8 +125,8 @@ def differentiate(arguments: Any, start: Any, stop: Any) -> None:
     dv_i = a_i g + ds_i (r_i w - s_i r_i^2 v_i / d), dw = sum_i ds_i r_i v_i.
     """
     (
-        sources, strides, gradients, count, query, grad, weights, scale, scores, parts, width, padded,
-    ) = integers(arguments, 12)  # fmt: skip
+        sources, strides, gradients, count, query, grad, weights, scale, scores, parts, width, padded, past_caches,
+    ) = integers(arguments, 13)  # fmt: skip
     p_memory, u_memory = np.empty(count), np.empty(padded)
     products, of_token = p_memory.ctypes.data, u_memory.ctypes.data
     for t in range(start, stop):
@@ -151,11 +156,15 @@ def differentiate(arguments: Any, start: Any, stop: Any) -> None:
             for j in range(0, width, LANES):
                 v = take(row, j, width, tag)
                 value = fma(splat(a), take(g, j, width, tag), fma(by_query, load(query, j, wide), by_norm * v))
-                put(to, j, width, value, tag)
+                if past_caches:
+                    stream(0, to + j, value, tag)
+                else:
+                    put(to, j, width, value, tag)
                 store(of_token, j, fma(by_query, v, load(of_token, j, wide)), wide)
         for j in range(0, padded, LANES):  # first by token, then over tokens: short sums round less
             before = load(parts, part + j, wide) if t % SUMMED else splat(wide)
             store(parts, part + j, before + load(of_token, j, wide), wide)
+    settle()
     alive(p_memory)
     alive(u_memory)
 
@@ -198,6 +207,13 @@ def forward(query: Tensor, sources: list[Tensor], eps: float) -> tuple[Tensor, T
     return out, weights, scale, scores
 
 
+def past_caches(written: Sequence[Tensor]) -> bool:
+    """Whether tensors [T, d] are written past the caches, which spares reading what is overwritten."""
+    vector = LANES * written[0].itemsize
+    whole = written[0].shape[-1] % LANES == 0 and all(each.data_ptr() % vector == 0 for each in written)
+    return whole and sum(each.nbytes for each in written) > CACHED
+
+
 def backward(
     grad: Tensor, query: Tensor, sources: list[Tensor], weights: Tensor, scale: Tensor, scores: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
@@ -210,6 +226,7 @@ def backward(
     arguments = (
         places.ctypes.data, strides.ctypes.data, of_gradients.ctypes.data, len(rows), padded.data_ptr(),
         *_places([grad, weights, scale, scores]), parts.data_ptr(), width, len(padded),
+        past_caches(gradients),
     )  # fmt: skip
     call([(_entries(grad.dtype)["differentiate"], arguments)], tokens, CHUNK)
     return parts.double().sum(0)[:width].float(), gradients

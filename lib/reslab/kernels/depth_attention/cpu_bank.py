@@ -4,6 +4,9 @@ Letters: T tokens, d width, R rows, L queries; v_i rows, r_i = 1/rms, s_li = w_l
 the gradient of h_l. Rows and gradients are tensors [T, d] of their own, handed over as addresses, d padded to a
 multiple of 16 with zeros where it is none. What is computed for a token depends on nothing else, and query gradients
 are summed over chunks of fixed size, so that no result depends on the number of threads.
+
+Scratch begins as zeros where lanes without a number are computed from it: what lies in fresh memory is often subnormal,
+and one operation on a subnormal number takes as long as a hundred others.
 """
 
 from collections.abc import Sequence
@@ -189,7 +192,7 @@ def mix(arguments: Any, start: Any, stop: Any) -> None:
         logs, query, tokens
     ) = integers(arguments, 18)  # fmt: skip
     one = wide + np.float32(1)
-    memory, where = np.empty(count + LANES), _looked_up(table, slots, count)
+    memory, where = np.zeros(count + LANES), _looked_up(table, slots, count)
     a, places = memory.ctypes.data, where.ctypes.data
     for t in range(start, stop):
         ahead = min(t + 2, stop - 1)
@@ -402,8 +405,8 @@ def pull(arguments: Any, start: Any, stop: Any) -> None:
     where, whose = _looked_up(table, slots, count), _looked_up(gradients, events, reads)
     places, sources = where.ctypes.data, whose.ctypes.data
     events_padded = (reads + LANES - 1) // LANES * LANES
-    a_memory, c_memory = np.empty((count + 3) * events_padded), np.zeros(TOGETHER * LANES * events_padded)
-    of_reads = np.empty(3 * events_padded)
+    a_memory, c_memory = np.zeros((count + 3) * events_padded), np.zeros(TOGETHER * LANES * events_padded)
+    of_reads = np.zeros(3 * events_padded)
     a, c = a_memory.ctypes.data, c_memory.ctypes.data
     top = of_reads.ctypes.data
     log, mean = top + 8 * events_padded, top + 16 * events_padded

@@ -19,7 +19,7 @@ from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
     "FAST", "LANES", "alive", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part",
-    "maximum", "minus", "prefetch", "real", "splat", "store", "store_one", "store_part", "tag_of", "total", "totals",
+    "maximum", "minus", "prefetch", "real", "settle", "splat", "store", "store_one", "store_part", "stream", "tag_of", "total", "totals",
 ]  # fmt: skip
 
 LANES = 8
@@ -274,6 +274,31 @@ def store(typing: Any, address: Any, offset: Any, value: Any, tag: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, value, tag), generate
+
+
+@intrinsic
+def stream(typing: Any, address: Any, offset: Any, value: Any, tag: Any) -> Any:
+    """As `store`, to whole vectors of memory that are not read again soon: past the caches."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        raw = _narrowed(builder, arguments[2], tag)
+        pointer = _pointer(builder, arguments[0], arguments[1], tag, raw.type)
+        instruction = builder.store(raw, pointer, align=LANES * _bytes(tag))
+        instruction.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, value, tag), generate
+
+
+@intrinsic
+def settle(typing: Any) -> Any:
+    """What `stream` has written is there for all threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic
