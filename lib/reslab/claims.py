@@ -121,6 +121,11 @@ class Record(Settings):
             raise ValueError(f"key '{self.key}' is the name of none of the checks")
         return self
 
+    @property
+    def shown_verdict(self) -> str:
+        """The verdict, and that it says nothing where the scale is smoke."""
+        return self.verdict + (" (smoke: not meaningful)" if self.scale == "smoke" else "")
+
     def table(self) -> pd.DataFrame:
         """The checks, one a row, for reading."""
         rows = [

@@ -44,10 +44,6 @@ def _key(record: Record) -> Check:
     return next(check for check in record.checks if check.name == record.key)
 
 
-def _shown_verdict(record: Record) -> str:
-    return record.verdict + (" (smoke: not meaningful)" if record.scale == "smoke" else "")
-
-
 def _by_sentence(record: Record) -> str:
     """The verdicts on a claim's sentences, such as "A2.1 supported, A2.2 refuted"; empty where a control is lost."""
     return ", ".join(f"{sentence} {word}" for sentence, word in claims.by_sentence(record.checks).items())
@@ -79,7 +75,7 @@ def _markdown(found: list[Record]) -> str:
         key = _key(record)
         number = f"{key.statement}: {key.estimate} {key.unit}: **{key.outcome}**"
         picture = f"[{record.claim}.png]({record.claim}.png)"
-        lines.append(_row(record.title, f"**{_shown_verdict(record)}**", number, picture))
+        lines.append(_row(record.title, f"**{record.shown_verdict}**", number, picture))
     for record in found:
         lines += [
             "",
@@ -87,7 +83,7 @@ def _markdown(found: list[Record]) -> str:
             "",
             record.statement,
             "",
-            f"**{_shown_verdict(record)}**: {record.because}.",
+            f"**{record.shown_verdict}**: {record.because}.",
         ]
         if alone := _by_sentence(record):
             lines += ["", f"By sentence: {alone}."]
@@ -179,7 +175,7 @@ def scoreboard() -> str:
     lines = []
     for record in found:
         key = _key(record)
-        lines.append(f"{record.claim:{width}}  {_shown_verdict(record)}")
+        lines.append(f"{record.claim:{width}}  {record.shown_verdict}")
         lines.append(f"{'':{width}}  {key.statement}: {key.estimate} {key.unit}: {key.outcome}")
         lines.append(f"{'':{width}}  {record.because}")
         if alone := _by_sentence(record):

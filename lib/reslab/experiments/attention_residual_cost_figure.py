@@ -93,9 +93,10 @@ def _draw_memory(axes: Axes, params: Params, peaks: pd.DataFrame) -> None:
 
 def _draw_traffic(axes: Axes, table: pd.DataFrame, sublayers: int) -> None:
     places = np.arange(len(table))
-    styles = {"published": "white", "planned": "0.75", "measured": "0.35"}
-    for number, (column, face) in enumerate(styles.items()):
-        bars = axes.bar(places + 0.27 * (number - 1), table[column], 0.25, color=face, edgecolor="black", label=column)
+    styles = {"published": ("white", ""), "planned": ("0.75", " (counted)"), "measured": ("0.35", "")}
+    for number, (column, (face, how)) in enumerate(styles.items()):
+        at = places + 0.27 * (number - 1)
+        bars = axes.bar(at, table[column], 0.25, color=face, edgecolor="black", label=column + how)
         axes.bar_label(bars, fmt=lambda value: "" if np.isnan(value) else f"{value:.3g}", fontsize=6)
     axes.set_yscale("log")
     axes.set_axisbelow(True)

@@ -54,7 +54,8 @@ def _draw_growth(axes: Axes, grown: pd.DataFrame) -> None:
     deepest = grown[grown["depth"] == grown["depth"].max()]
     for placement, method in NAMES.items():
         table = deepest[deepest["placement"] == placement].pivot(index="seed", columns="block", values="mean_square")
-        plotting.seed_lines(axes, method, list(table.to_numpy()))
+        style = "--" if placement == "peri" else "-"  # it lies on Sandwich-LN's line
+        plotting.seed_lines(axes, method, list(table.to_numpy()), style=style)
     blocks = np.arange(deepest["depth"].max() + 1)
     start = deepest[(deepest["placement"] == "sandwich") & (deepest["block"] == 0)]["mean_square"].mean()
     axes.plot(blocks, start + 2 * blocks, color=GREY, linestyle=":", label=r"$s_0 + 2l$")
@@ -158,5 +159,5 @@ def _draw_gains(axes: Axes, params: Params, trained: Runs) -> None:
     axes.plot([], [], color=plotting.colour(SANDWICH), linewidth=0.6, label="one seed")
     axes.set_xticks([0, 1], ["all alike", f"foreign branches (x {section.factor:g})"])
     axes.set_xlim(-0.5, 1.5)
-    axes.set(title="Gain of Sandwich-LN over Pre-LN (95 %)", ylabel="nats per byte gained")
+    axes.set(title="Sandwich-LN's gain (95 %)", ylabel="nats per byte gained")
     axes.legend()

@@ -63,11 +63,11 @@ _GONE = (
 class Bank:
     """The rows of one pass over a stack, of a `plan`; like x [..., d]. Made by `start`."""
 
-    def __init__(self, plan: Plan, x: Tensor) -> None:
+    def __init__(self, plan: Plan, x: Tensor, name: str) -> None:
         self.plan, self.shape = plan, x.shape
         self.like = x.new_empty(0)
         self.history: History | None = None
-        self.name = implementation(x)
+        self.name = name
         self.written = 0
         self.reads: set[int] = set()
         self.begun_in, self.backward_pass = _in_backward(), -1
@@ -84,7 +84,8 @@ class Bank:
         x [..., d] is the embedding, row 0; `queries` [L, d] those of all reads. Keys are rows divided by their rms
         where `normed`. A UserError says what does not fit, or that rows like x have no `implementation`.
         """
-        if implementation(x) is None:
+        name = implementation(x)
+        if name is None:
             raise UserError(
                 f"depth attention: nothing keeps a bank of rows that are {x.dtype} on {x.device}; give float32, "
                 f"bfloat16 or float16 on the CPU or CUDA, or float64 on the CPU, or build the model with "
@@ -100,7 +101,7 @@ class Bank:
                 f"depth attention: queries are {list(queries.shape)} on {queries.device}; {needed[0]} reads of rows of "
                 f"width {needed[1]} on {x.device} need {needed} there"
             )
-        bank = cls(plan, x)
+        bank = cls(plan, x, name)
         if torch.is_grad_enabled():
             return bank, _Start.apply(x, queries, bank, eps, normed)
         bank.begin(x, queries, eps, normed)

@@ -19,7 +19,8 @@ from numba.extending import intrinsic, lower_builtin
 
 __all__ = [
     "FAST", "LANES", "alive", "exp", "first", "fma", "integer", "integers", "jump", "load", "load_one", "load_part",
-    "maximum", "minus", "prefetch", "real", "settle", "splat", "store", "store_one", "store_part", "stream", "tag_of", "total", "totals",
+    "maximum", "minus", "prefetch", "real", "settle", "splat", "store", "store_one", "store_part", "stream",
+    "tag_of", "total", "totals",
 ]  # fmt: skip
 
 LANES = 8
