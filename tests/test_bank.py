@@ -760,6 +760,14 @@ def test_what_computes_each_variant(name: str, monkeypatch: pytest.MonkeyPatch) 
         assert ends.implementation(torch.randn(2, 16)) == ("numba" if fused else "naive")
 
 
+@pytest.mark.parametrize(("x", "found"), [(torch.ones(2, 16, dtype=torch.int64), "torch.int64"), (None, "a NoneType")])
+@pytest.mark.parametrize("kernel", ["auto", "naive"])
+def test_what_is_no_stream_has_no_implementation(x: Any, found: str, kernel: str) -> None:
+    ends: Any = decoder(ConnectionConfig("attnres", kernel=kernel)).stack.ends
+    with pytest.raises(UserError, match=f"x is {found}; give a floating-point tensor"):
+        ends.implementation(x)
+
+
 def test_what_has_no_kernel_is_plain() -> None:
     assert implementation(torch.empty(2, 16, device="meta")) is None
     model = decoder(plain(FUSED["full"]))

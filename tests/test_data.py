@@ -11,7 +11,6 @@ import numpy as np
 import pooch
 import pytest
 import torch
-from pydantic import ValidationError
 
 from reslab import data, params, paths
 from reslab.data import (
@@ -299,7 +298,7 @@ def test_masked_digits_context_free_loss_is_that_of_the_mean_image() -> None:
 
 
 def test_patch_that_does_not_divide_the_digits_is_refused() -> None:
-    with pytest.raises(ValidationError, match="patch 3 does not divide the digits' 8 pixels; use 1, 2 or 4"):
+    with pytest.raises(UserError, match="patch 3 does not divide the digits' 8 pixels; use 1, 2 or 4"):
         MaskedDigitsConfig(patch=3)
 
 

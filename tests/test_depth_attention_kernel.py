@@ -307,12 +307,22 @@ def test_no_stack_of_the_sources_is_saved() -> None:
         (random(8), [random(5, 8), random(4, 8)], r"source 1 is \[4, 8\] .*, source 0 \[5, 8\]"),
         (random(8), [random(5, 8), random(5, 8).double()], "source 1 is .*float64"),
         (random(7), [random(5, 8)], r"query is \[7\], sources have width 8"),
-        (random(8), [torch.ones(5, 8, dtype=torch.int64)], "give floating-point ones"),
+        (random(8), [torch.ones(5, 8, dtype=torch.int64)], "source 0 is torch.int64; give a floating-point one"),
     ],
 )
 def test_wrong_input_is_refused(query: Tensor, sources: list[Tensor], message: str) -> None:
     with pytest.raises(UserError, match=message):
         depth_attention(query, sources)
+
+
+@pytest.mark.parametrize("source", [torch.ones(5, 8, dtype=torch.int64), None, [1.0] * 8, torch.ones(())])
+def test_what_runs_is_told_of_what_is_taken_alone(source: Any) -> None:
+    """As the operation refuses it, in the same words."""
+    with pytest.raises(UserError) as said:
+        implementation(source)
+    with pytest.raises(UserError) as refused:
+        depth_attention(random(8), [source])
+    assert str(said.value) == str(refused.value).replace("source 0", "the source")
 
 
 @pytest.mark.parametrize(
@@ -328,11 +338,11 @@ def test_wrong_input_is_refused(query: Tensor, sources: list[Tensor], message: s
         ({"eps": "x"}, "eps is 'x'; give a number, 0 or more"),
         ({"query": None}, r"query is a NoneType; give a tensor \[8\]"),
         ({"gain": 1.0}, r"gain is a float; give a tensor \[8\]"),
-        ({"sources": [torch.ones(4, 8), [1.0] * 8]}, "source 1 is a list; give tensors"),
+        ({"sources": [torch.ones(4, 8), [1.0] * 8]}, "source 1 is a list; give a tensor"),
         ({"sources": torch.ones(3, 4, 8)}, "sources is a Tensor; give a list of tensors"),
         ({"sources": (torch.ones(4, 8) for _ in range(2))}, "sources is a generator; give a list of tensors"),
-        ({"sources": [torch.ones(())]}, r"sources are \[\]; give \[..., d\] with d of 1 or more"),
-        ({"sources": [torch.ones(4, 0)], "query": torch.ones(0)}, r"sources are \[4, 0\]; give"),
+        ({"sources": [torch.ones(())]}, r"source 0 is \[\]; give \[..., d\] with d of 1 or more"),
+        ({"sources": [torch.ones(4, 0)], "query": torch.ones(0)}, r"source 0 is \[4, 0\]; give"),
     ],
 )
 def test_what_a_kernel_would_read_past_is_refused(change: dict[str, Any], message: str) -> None:

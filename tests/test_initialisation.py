@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 
 from reslab.models.decoder import Decoder
@@ -87,7 +86,7 @@ def test_tfixup_scales_the_embedding_too() -> None:
 def test_deepnorm_init_needs_a_norm_on_the_stream(placement: Any) -> None:
     with pytest.raises(UserError, match=f"made for a norm on the stream .*not for '{placement}'"):
         require_init("deepnorm", placement)
-    with pytest.raises(ValidationError, match="use plain or depth_scaled"):
+    with pytest.raises(UserError, match="use plain or depth_scaled"):
         config(weight_init="deepnorm", placement=placement)
 
 

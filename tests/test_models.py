@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -17,6 +16,7 @@ from reslab.models.layers import Mlp
 from reslab.models.resnet import ResNet, ResNetConfig
 from reslab.probes import stream_places, streams
 from reslab.residuals import ConnectionConfig, ReZero
+from reslab.schema import UserError
 from reslab.training import build
 from variants import VARIANTS, config, decoder, tokens
 
@@ -126,7 +126,7 @@ def test_gain_of_two_doubles_what_a_sublayer_gets() -> None:
     plain = decoder().stack.sublayers()[0]
     x = torch.randn(2, 7, 16, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(doubled.norm_input(x), 2 * plain.norm_input(x))
-    with pytest.raises(ValidationError, match="norm_gain"):
+    with pytest.raises(UserError, match="norm_gain"):
         config(norm_gain=0.0)
 
 
@@ -166,7 +166,7 @@ def test_tied_head_is_tied_again_after_materialisation() -> None:
 
 
 def test_tied_head_is_refused_with_unit_embedding() -> None:
-    with pytest.raises(ValidationError, match="use embedding: gpt2"):
+    with pytest.raises(UserError, match="use embedding: gpt2"):
         config(embedding="unit", tied_head=True)
 
 

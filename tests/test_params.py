@@ -1,5 +1,6 @@
 """params.yaml: what is refused, with which words, and that the presets and the shipped file agree."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -94,7 +95,40 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         params.read(tmp_path / "absent.yaml")
 
 
-@pytest.mark.parametrize("content", [b"scale: [cpu", b"\x80\xff\x00", b"scale: cpu\nscale: gpu\n"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("scale: cpu\n\nscale: gpu\n", "'scale' is given twice, in line 1 and in line 3; keep one of them"),
+        ("sweep:\n  beyond: 1\n  seed: 9\n  beyond: 1\n", "'beyond' is given twice, in line 2 and in line 4"),
+        ("sweep: {seed: 1, seed: 2}\n", "'seed' is given twice, in line 1 and in line 1"),
+        ("0x10: 1\n16: 2\n", "'16' is given twice, in line 1 and in line 2"),
+    ],
+)
+def test_key_given_twice_is_named_with_its_lines(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_text(content)
+    with pytest.raises(UserError, match=rf"params\.yaml: not valid YAML: {words}"):
+        params.read(path)
+
+
+def test_key_given_twice_in_a_preset_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(paths.CONF, tmp_path / "conf")
+    with (tmp_path / "conf" / "scale" / "smoke.yaml").open("a") as file:
+        file.write("\nseeds: [1]\n")
+    monkeypatch.setattr(paths, "CONF", tmp_path / "conf")
+    with pytest.raises(UserError, match=r"^conf: .* found duplicate key seeds in .*smoke\.yaml.*$"):
+        params.preset("smoke")
+
+
+def test_a_merged_key_may_be_given_again(tmp_path: Path) -> None:
+    """It is how YAML overrides one; the file is refused for its names alone."""
+    path = tmp_path / "params.yaml"
+    path.write_text("sweep: &sweep {beyond: 1}\nother: {<<: *sweep, beyond: 2}\n")
+    with pytest.raises(UserError, match="other: unknown parameter"):
+        params.read(path)
+
+
+@pytest.mark.parametrize("content", [b"scale: [cpu", b"\x80\xff\x00"])
 def test_malformed_yaml_is_one_line(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "params.yaml"
     path.write_bytes(content)
@@ -135,6 +169,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"decodr": {"width": 64}}, "decodr: unknown parameter; did you mean 'decoder'?"),
     ({"decoder": {"widht": 64}}, "decoder.widht: unknown parameter; did you mean 'width'?"),
     (claim(resnet={"chanels": 8}), "resnet.chanels: unknown parameter; did you mean 'channels'?"),
+    ({"evaluation_window": 1}, "evaluation_window: unknown parameter; did you mean 'evaluation_windows'?"),
+    ({"sweep": {"steps_at_most": 1}}, "sweep.steps_at_most: unknown parameter; did you mean 'steps'?"),
     ({"zzz": 1}, "zzz: unknown parameter; valid are: claims, corpus"),
     ({"decoder": {"width": "64"}}, "decoder.width: input should be a valid integer, got '64'"),
     ({"decoder": {"width": 64.0}}, "decoder.width: input should be a valid integer, got 64.0"),
@@ -153,14 +189,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"seeds": []}, "seeds: "),
     ({"seeds": [1, 2, 1]}, "seeds: seeds must be different and not negative, got [1, 2, 1]"),
     ({"seeds": [-1]}, "seeds: seeds must be different and not negative, got [-1]"),
+    ({"seeds": ["0"]}, "seeds.0: input should be a valid integer, got '0'"),
     ({"seeds": [0, "1"]}, "seeds.1: input should be a valid integer, got '1'"),
-    ({"corpus": {"sha256": "abc"}}, "corpus.sha256: "),
+    ({"corpus": {"sha256": "abc"}}, "corpus.sha256: 'abc' is no SHA-256; give its 64 digits, 0-9 and a-f, or null"),
+    ({"corpus": {"sha256": 1}}, "corpus.sha256: input should be a valid string, got 1"),
     ({"device": {"precision": "float16"}}, "precision float16 needs kind: cuda; on the CPU use float32"),
     ({"device": {"kind": "gpu"}}, "device.kind: input should be 'cpu' or 'cuda', got 'gpu'"),
-    ({"execution": {"scheduler": "host:8786"}}, "execution.scheduler: "),
-    ({"execution": {"scheduler": "tcp://host"}}, "execution.scheduler: "),
+    ({"device": {"kind": "cudda"}}, "got 'cudda'; did you mean 'cuda'?"),
+    ({"execution": {"scheduler": "host:8786"}}, "execution.scheduler: 'host:8786' is no address of a Dask scheduler"),
+    ({"execution": {"scheduler": "tcp://host"}}, "give local, or one such as tcp://host:8786 (tcp, tls or ucx)"),
+    ({"execution": {"scheduler": 3}}, "execution.scheduler: input should be a valid string, got 3"),
     ({"execution": {"workers": 0}}, "execution.workers: input should be greater than or equal to 1, got 0"),
     (claim(skips=[0.0, 1.0]), "skips must increase from 0 to 1"),
+    (claim(learning_rates=[]), "learning_rates: tuple should have at least 1 item"),
+    (claim(learning_rates=["a"]), "learning_rates.0: input should be a valid number, got 'a'"),
+    (claim(learning_rates=[1e-3, 1.0e-2, 0.001]), "learning_rates: 0.001 is given more than once in [0.001, 0.01, 0"),
+    ({"sweep": {"steps": 13}}, "sweep.steps 13 is more than optimisation.steps 12; lower it"),
+    (
+        {"claims": {"layer_roles": {"hops": {"sweep_steps": 41}}}},
+        "claims.layer_roles.hops.sweep_steps 41 is more than claims.layer_roles.hops.steps 40; lower it",
+    ),
     (claim(exact={"depths": [4, 2]}), "depths must increase"),
     (claim(criteria={"loss_gap": {"above": None, "below": None}}), "criteria.loss_gap: a criterion needs a threshold"),
     (claim(criteria={"loss_gap": {"above": 1.0, "below": 1.0}}), "above 1.0 is not less than below 1.0"),
@@ -173,7 +221,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("changed", "words"), REFUSED, ids=[words[:50] for _, words in REFUSED])
 def test_refused(changed: dict[str, Any], words: str) -> None:
-    assert words in refusal(changed)
+    said = refusal(changed)
+    assert words in said
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("address", ["local", "tcp://host:8786", "tls://10.0.0.1:80", "ucx://a.b:1"])
+def test_addresses_of_schedulers(address: str) -> None:
+    assert params.load("smoke", {"execution": {"scheduler": address}}).execution.scheduler == address
+
+
+def test_a_sweep_may_be_as_long_as_its_runs() -> None:
+    assert params.load("smoke", {"sweep": {"steps": 12}}).sweep.steps == 12
+
+
+def test_one_seed_is_enough_to_run() -> None:
+    assert params.load("smoke", {"seeds": [0]}).seeds == (0,)
 
 
 @pytest.mark.parametrize(

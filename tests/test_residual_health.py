@@ -42,7 +42,7 @@ class Experiment(NamedTuple):
 def settings() -> Params:
     """Smoke scale with fewer runs, trained in this process."""
     section: dict[str, Any] = {
-        "layer_drop_redundancy": {"hops": {"steps": 4}},
+        "layer_drop_redundancy": {"hops": {"steps": 4, "sweep_steps": 4}},
     }
     changed = {"execution": {"workers": 1}, "evaluation_windows": 4, "claims": section}
     return params.load("smoke", changed)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -451,7 +450,7 @@ def test_wrong_kind_or_option(kind: str, options: dict[str, Any], message: str) 
     ],
 )
 def test_option_that_does_not_fit_the_model(kind: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(UserError, match=message):
         config(ConnectionConfig(kind, **options))
     with pytest.raises(UserError, match=message):
         connect(ConnectionConfig(kind, **options), Site(0, 6, 16))
@@ -593,7 +592,7 @@ def test_deepnorm_alpha(depth: int, alpha: float) -> None:
 def test_norm_on_a_stream_that_is_no_tensor_is_refused(name: str, placement: Placement) -> None:
     with pytest.raises(UserError, match=f"placement '{placement}' norms the stream, which for connection"):
         require_fit(VARIANTS[name], placement)
-    with pytest.raises(ValidationError, match="is not one tensor; use one of pre, sandwich, peri, none"):
+    with pytest.raises(UserError, match="is not one tensor; use one of pre, sandwich, peri, none"):
         config(name, placement=placement)
 
 
@@ -625,7 +624,7 @@ def test_value_residual_needs_attention() -> None:
 )
 def test_config_without_attention_refuses_the_value_residual(settings: tuple[type[Any], dict[str, Any]]) -> None:
     model, shape = settings
-    with pytest.raises(ValidationError, match="joins attention's values, and this model has no attention"):
+    with pytest.raises(UserError, match="joins attention's values, and this model has no attention"):
         model(**shape, connection=VARIANTS["value_residual"])
 
 
@@ -687,6 +686,32 @@ def test_wrapped_branches_get_all_the_context() -> None:
 
     stack = Stack([{"f": Wrapped()}], 8, ResidualSettings(connection=VARIANTS["none"], placement="none"), nn.Identity)
     assert torch.equal(stack(torch.ones(2, 8), mask=torch.zeros(8)), torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize(("here", "there"), [("cpu", "meta"), ("meta", "cpu")])
+@pytest.mark.parametrize("name", ["add", "attnres full", "hyper"])
+def test_input_on_another_device_is_named(name: str, here: str, there: str) -> None:
+    stack = Stack([{"f": nn.Linear(8, 8)}] * 2, 8, ResidualSettings(connection=VARIANTS[name]), nn.Identity).to(here)
+    with pytest.raises(UserError, match=rf"x is on {there}, the parameters of this stack on {here}; move one of them"):
+        stack(torch.ones(2, 8, device=there))
+    assert stack(torch.ones(2, 8, device=here)).device.type == here
+
+
+def test_a_fault_that_is_not_the_devices_stays_as_it_is() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise RuntimeError("of its own")
+
+    with pytest.raises(RuntimeError, match="of its own"):
+        Stack([{"f": nn.Linear(8, 8)}, {"f": Broken()}], 8, ResidualSettings(), nn.Identity)(torch.ones(2, 8))
+
+
+@pytest.mark.parametrize(
+    ("x", "found"), [(None, "a NoneType"), (torch.ones(2, 7), r"\[2, 7\] torch.float32"), ([1.0] * 8, "a list")]
+)
+def test_input_that_is_no_stream_is_refused(x: Any, found: str) -> None:
+    with pytest.raises(UserError, match=rf"x is {found}; this stack takes a tensor of .* \[..., 8\]"):
+        Stack([{"f": nn.Linear(8, 8)}], 8, ResidualSettings(), nn.Identity)(x)
 
 
 def test_branch_that_puts_out_no_tensor_is_named() -> None:
@@ -817,9 +842,20 @@ def test_depth_queries_learn_at_their_own_rate(connection: ConnectionConfig, slo
     assert sum(len(g["params"]) for g in groups) == len(list(model.parameters()))
 
 
-def test_unknown_placement_is_refused() -> None:
-    with pytest.raises(ValidationError, match="placement"):
-        config(placement="sandwitch")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"placement": "sandwitch"}, "placement: input .* 'peri', .*, got 'sandwitch'; did you mean 'sandwich'"),
+        ({"placement": "prenorm"}, "placement: input should be 'pre', 'post', .*, got 'prenorm'; did you mean 'pre'"),
+        ({"placement": 1}, "placement: input should be .* or 'none', got 1$"),
+        ({"placment": "pre"}, "placment: unknown parameter; did you mean 'placement'"),
+        ({"stream_dtype": "fp16"}, "stream_dtype: input .*, got 'fp16'; did you mean 'float16'"),
+    ],
+)
+def test_wrong_settings_are_refused_in_one_line(settings: Any, message: str) -> None:
+    with pytest.raises(UserError, match=f"^ResidualSettings: {message}") as refused:
+        ResidualSettings(**settings)
+    assert "\n" not in str(refused.value)
 
 
 def test_build_gives_the_asked_model() -> None:

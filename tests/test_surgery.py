@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,19 @@ def test_skipping_none_and_repeating_once_change_nothing() -> None:
     for surgery in (skipped(blocks, set()), repeated(blocks, 2, times=1)):
         with surgery:
             assert list(blocks) == before
+
+
+def test_numpy_counts_blocks_too() -> None:
+    model, blocks = decoder()
+    first, last = np.array([0, 3])
+    for surgery, order in (
+        (skipped(blocks, np.array([0, 3])), [1, 2]),
+        (skipped(blocks, last), [0, 1, 2]),
+        (repeated(blocks, first), [0, 0, 1, 2, 3]),
+    ):
+        expected = by_hand(model, order)
+        with surgery:
+            assert torch.equal(model(tokens()), expected)
 
 
 def test_contexts_nest() -> None:
@@ -306,6 +320,22 @@ def test_errors(surgery: Surgery, message: str) -> None:
     with pytest.raises(UserError, match=message), surgery(blocks):
         pass
     assert everything(model) == before
+
+
+@pytest.mark.parametrize(
+    ("surgery", "arguments", "message"),
+    [
+        (repeated, ({2},), r"\{2\} \(set\) is no block's number; give a whole one, counted from 0"),
+        (repeated, (1, 1.5), "repeated: times is 1.5; give a whole number, at least 1"),
+        (swapped, ("0", 1), r"'0' \(str\) is no block's number"),
+        (skipped, ([True, False],), r"True \(bool\) is no block's number"),
+        (skipped, (None,), "skipped: which is a NoneType; give a block's number, or a set of them"),
+        (arranged, ({0, 2},), r"arranged: order is a set; give a list of blocks' numbers, such as \[0, 2\]"),
+    ],
+)
+def test_what_counts_no_blocks_is_refused(surgery: Any, arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(UserError, match=message), surgery(decoder()[1], *arguments):
+        pass
 
 
 def test_unfit_hugging_face_models_are_refused() -> None:

@@ -314,7 +314,7 @@ def test_missing_cuda_is_a_user_error(tiny: RunConfig, monkeypatch: pytest.Monke
 
 
 def test_low_precision_on_the_cpu_is_refused() -> None:
-    with pytest.raises(ValidationError, match="precision bfloat16 needs kind: cuda"):
+    with pytest.raises(UserError, match="precision bfloat16 needs kind: cuda"):
         Device(precision="bfloat16")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 import pandas as pd
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from reslab.schema import Settings
 from reslab.sweep import Execution, run_all
@@ -33,8 +33,15 @@ __all__ = [
 Runs = dict[str, list[RunRecord]]
 """The records of each arm, in the order of the seeds."""
 
-Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
-"""Learning rates to choose from."""
+
+def _differ(rates: tuple[float, ...]) -> tuple[float, ...]:
+    if twice := sorted({rate for rate in rates if rates.count(rate) > 1}):
+        raise ValueError(f"{twice[0]:g} is given more than once in {list(rates)}; give each learning rate once")
+    return rates
+
+
+Rates = Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1), AfterValidator(_differ)]
+"""Learning rates to choose from, all different."""
 
 
 class RateSweep(Settings):

@@ -6,6 +6,7 @@ A task gives batches that depend on seed and step alone, and held-out batches th
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Literal, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from reslab import paths
@@ -75,8 +76,15 @@ class CorpusConfig(Settings):
     """
 
     source: str = Field(min_length=1)
-    sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    sha256: str | None = None
     """Checked against the bytes of all documents, in order; null skips the check."""
+
+    @field_validator("sha256")
+    @classmethod
+    def _sha256_has_64_digits(cls, sha256: str | None) -> str | None:
+        if sha256 is not None and not re.fullmatch("[0-9a-f]{64}", sha256):
+            raise ValueError(f"'{sha256}' is no SHA-256; give its 64 digits, 0-9 and a-f, or null for no check")
+        return sha256
 
 
 class Task(Protocol):

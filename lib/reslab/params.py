@@ -1,5 +1,6 @@
 """params.yaml: read as YAML 1.2, validated strictly; the presets of conf/scale through DVC's Hydra composition."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,7 +9,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from pydantic import Field, field_validator, model_validator
 from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import YAMLError
+from yaml import YAMLError as ConfError  # type: ignore[import-untyped]
 
 from reslab import paths
 from reslab.comparison import RateSweep
@@ -78,6 +81,18 @@ class Params(Settings):
         return self
 
     @model_validator(mode="after")
+    def _sweeps_are_no_longer_than_runs(self) -> "Params":
+        """A rate is chosen by runs as long as those that are compared at it, or shorter ones."""
+        lengths = [("sweep.steps", self.sweep.steps, "optimisation.steps", self.optimisation.steps)]
+        for name, part in _parts("claims", self.claims):
+            if hasattr(part, "sweep_steps") and hasattr(part, "steps"):
+                lengths.append((f"{name}.sweep_steps", part.sweep_steps, f"{name}.steps", part.steps))
+        for short, number, long, most in lengths:
+            if number > most:
+                raise ValueError(f"{short} {number} is more than {long} {most}; lower it, for instance to half of them")
+        return self
+
+    @model_validator(mode="after")
     def _claims_fit(self) -> "Params":
         for name, section in self.claims:
             try:
@@ -94,6 +109,30 @@ class Params(Settings):
         return seeds
 
 
+def _parts(name: str, settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """The settings and all inside them, with their paths."""
+    yield name, settings
+    for field, value in settings:
+        if isinstance(value, Settings):
+            yield from _parts(f"{name}.{field}", value)
+
+
+class _Constructor(SafeConstructor):
+    """As ruamel's, but of a key that is given twice both lines are told."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lines: dict[tuple[int, Any], int] = {}
+        """Of each key of a mapping, which is known by its node."""
+
+    def check_mapping_key(self, node: Any, key_node: Any, mapping: Any, key: Any, value: Any) -> bool:
+        line = key_node.start_mark.line + 1
+        first = self.lines.setdefault((id(node), key), line)
+        if key in mapping:
+            raise YAMLError(f"'{key}' is given twice, in line {first} and in line {line}; keep one of them")
+        return True
+
+
 def _plain(settings: Any) -> Any:
     """Settings as the dictionaries and lists that YAML and notebooks hold."""
     return settings.model_dump(mode="json")
@@ -102,8 +141,10 @@ def _plain(settings: Any) -> Any:
 def read(path: Path | None = None) -> Params:
     """params.yaml, checked; a UserError with one line for each fault."""
     path = path or paths.PARAMS
+    yaml = YAML(typ="safe", pure=True)
+    yaml.Constructor = _Constructor
     try:
-        content = YAML(typ="safe", pure=True).load(path)
+        content = yaml.load(path)
     except OSError as error:
         raise UserError(f"{path}: cannot read it ({error.strerror})") from None
     except YAMLError as error:
@@ -118,7 +159,7 @@ def _compose(scale: str) -> dict[str, Any]:
     try:
         with initialize_config_dir(str(paths.CONF), version_base=None):
             composed = OmegaConf.to_container(compose("config", overrides=[f"scale={scale}"]), resolve=True)
-    except HydraException as error:
+    except (HydraException, ConfError) as error:
         raise UserError(f"conf: {' '.join(str(error).split())}") from None
     assert isinstance(composed, dict)
     return {str(key): value for key, value in composed.items()}

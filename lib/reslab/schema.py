@@ -1,6 +1,7 @@
 """Strict settings: every model of a settings file derives from `Settings`; bad input becomes one clear line."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
@@ -17,16 +18,29 @@ class UserError(ValueError):
 
 
 class Settings(BaseModel):
-    """Frozen settings: exact types (1 is not "1", 0.5 is no integer), unknown keys refused."""
+    """Frozen settings: exact types (1 is not "1", 0.5 is no integer), unknown keys refused, by a UserError."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+    def __init__(self, /, **data: Any) -> None:
+        try:
+            super().__init__(**data)
+        except ValidationError as error:
+            raise UserError(_lines(type(self), error, type(self).__name__)) from None
+
+    # so that settings inside others are validated without it, and a fault there keeps its path
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 S = TypeVar("S", bound=BaseModel)
 
 
-def _nearest(name: str, known: Iterable[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)), None)
+def _nearest(name: str, known: Iterable[str], least: float = 0.5) -> str | None:
+    """The name spelt almost like `name`; else one that it begins with (`pre` of `prenorm`), or somewhat like it."""
+    known = sorted(known)
+    begun = [each for each in known if name.startswith(each)]
+    close, alike = (difflib.get_close_matches(name, known, n=1, cutoff=cutoff) for cutoff in (0.8, least))
+    return next(iter([*close, *sorted(begun, key=len, reverse=True), *alike]), None)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -42,15 +56,26 @@ def validate(model: type[S], data: Any, where: str) -> S:
         # Settings hold tuples, which are hashable; YAML and JSON know only lists.
         return model.model_validate(_tuples(data))
     except ValidationError as error:
-        lines = [f"{where}: {_one_line(model, fault)}" for fault in _without_misspelt(model, error.errors())]
-        raise UserError("\n".join(lines)) from None
+        raise UserError(_lines(model, error, where)) from None
 
 
-def _without_misspelt(model: type[BaseModel], faults: list[Any]) -> list[Any]:
-    """The faults, less each missing name whose misspelling is reported as unknown."""
+def _lines(model: type[BaseModel], error: ValidationError, where: str) -> str:
+    """One line for each fault, each beginning with `where`."""
+    faults: list[Any] = error.errors()
+    return "\n".join(f"{where}: {_one_line(model, fault)}" for fault in _without_echoes(model, faults))
+
+
+def _without_echoes(model: type[BaseModel], faults: list[Any]) -> list[Any]:
+    """The faults, less what others bring about: a missing name whose misspelling is reported as unknown, and a list
+    that is called too short as its faulty items were not counted."""
     unknown = [fault["loc"] for fault in faults if fault["type"] == "extra_forbidden"]
     meant = [(*loc[:-1], _nearest(str(loc[-1]), _fields_at(model, list(loc[:-1])))) for loc in unknown]
-    return [fault for fault in faults if fault["type"] != "missing" or fault["loc"] not in meant]
+    named = [fault for fault in faults if fault["type"] != "missing" or fault["loc"] not in meant]
+    return [fault for fault in named if fault["type"] != "too_short" or _is_short(fault)]
+
+
+def _is_short(fault: Any) -> bool:
+    return len(fault["input"]) < fault["ctx"]["min_length"]
 
 
 def _tuples(data: Any) -> Any:
@@ -70,7 +95,16 @@ def _one_line(model: type[BaseModel], fault: Any) -> str:
         return f"{name}: missing; add it (see params.yaml or conf/ for an example)"
     message = fault["msg"].removeprefix("Value error, ")
     got = "" if fault["type"] == "value_error" else f", got {fault['input']!r}"
-    return f"{name}: {message[:1].lower()}{message[1:]}{got}"
+    return f"{name}: {message[:1].lower()}{message[1:]}{got}{_hint(fault)}"
+
+
+def _hint(fault: Any) -> str:
+    """The allowed value that is spelt most like the one given, where the values are words."""
+    if fault["type"] != "literal_error":
+        return ""
+    words = re.findall(r"'(.*?)'", fault["ctx"]["expected"])
+    nearest = _nearest(str(fault["input"]), words, least=0.7)  # 'gpu' is not meant to be 'cpu'
+    return f"; did you mean '{nearest}'?" if nearest else ""
 
 
 def _fields_at(model: type[BaseModel], path: list[Any]) -> Iterable[str]:

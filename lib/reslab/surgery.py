@@ -27,6 +27,7 @@ sets its hooks for this at the first such call, on the blocks it has then.
 import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from numbers import Integral
 from typing import Any
 
 from torch import nn
@@ -48,9 +49,9 @@ def arranged(blocks: Blocks, order: Sequence[int]) -> Iterator[None]:
     Afterwards, also after an exception, it holds the same modules as before, none of them changed. Contexts nest: the
     inner one counts the blocks as the outer one has arranged them.
 
-    A UserError for an empty order, for an index that is not in 0 .. L - 1, and for blocks that this module does not
-    know how to keep in step: an encoder-decoder of Hugging Face, layers that read the cache of another layer, a config
-    that is out of reach or counts other layers, a block whose `forward` was replaced.
+    A UserError for an empty order, for an index that is no integer in 0 .. L - 1, and for blocks that this module does
+    not know how to keep in step: an encoder-decoder of Hugging Face, layers that read the cache of another layer, a
+    config that is out of reach or counts other layers, a block whose `forward` was replaced.
     """
     _check(blocks, order)
     held, originals = blocks._modules, list(blocks)
@@ -70,10 +71,12 @@ def arranged(blocks: Blocks, order: Sequence[int]) -> Iterator[None]:
 @contextmanager
 def skipped(blocks: Blocks, which: int | Collection[int]) -> Iterator[None]:
     """The block or blocks `which` do not run: the stream passes them unchanged. Errors: see `arranged`."""
-    which = {which} if isinstance(which, int) else which
-    if which:
-        _check(blocks, list(which))
-    with arranged(blocks, [i for i in range(len(blocks)) if i not in which]):
+    if not isinstance(which, Integral | Collection):
+        raise UserError(f"skipped: which is a {type(which).__name__}; give a block's number, or a set of them")
+    gone = list(which) if isinstance(which, Collection) else [which]
+    if gone:
+        _check(blocks, gone)
+    with arranged(blocks, [i for i in range(len(blocks)) if i not in gone]):
         yield
 
 
@@ -93,6 +96,8 @@ def swapped(blocks: Blocks, first: int, second: int) -> Iterator[None]:
 def repeated(blocks: Blocks, index: int, times: int = 2) -> Iterator[None]:
     """The block `index` runs `times` times in a row, all in all. Errors: see `arranged`; `times` below 1."""
     _check(blocks, [index])
+    if not _is_whole(times):
+        raise UserError(f"repeated: times is {times!r}; give a whole number, at least 1")
     if times < 1:
         raise UserError(f"repeated: times is {times}, must be at least 1; use skipped() to leave a block out")
     with arranged(blocks, [i for i in range(len(blocks)) for _ in range(times if i == index else 1)]):
@@ -104,11 +109,20 @@ def _check(blocks: Blocks, order: Sequence[int]) -> None:
         raise UserError(
             f"blocks is a {type(blocks).__name__}; give the model's own nn.ModuleList or nn.Sequential of them"
         )
+    if not isinstance(order, Sequence):
+        raise UserError(f"arranged: order is a {type(order).__name__}; give a list of blocks' numbers, such as [0, 2]")
     if not order:
         raise UserError("arranged: no block is left to run; keep at least one")
     for i in order:
+        if not _is_whole(i):
+            raise UserError(f"{i!r} ({type(i).__name__}) is no block's number; give a whole one, counted from 0")
         if not 0 <= i < len(blocks):
             raise UserError(f"there is no block {i} among {len(blocks)} blocks; count from 0 to {len(blocks) - 1}")
+
+
+def _is_whole(number: Any) -> bool:
+    """An integer, also one of NumPy's; True and False are none."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _stand_in(block: nn.Module, old: int, new: int) -> nn.Module:

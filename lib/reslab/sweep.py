@@ -10,6 +10,7 @@ import importlib.util
 import io
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -17,12 +18,11 @@ import warnings
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 import joblib
 import numpy
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 
 from reslab import data, lifeline, paths
 from reslab.files import write_atomic
@@ -40,8 +40,18 @@ class Execution(Settings):
 
     workers: int = Field(ge=1)
     """Runs side by side, each with `device.threads` threads."""
-    scheduler: Literal["local"] | str = Field(default="local", pattern=r"^(local|(tcp|tls|ucx)://.+:\d+)$")
+    scheduler: str = "local"
     """`local`, or the address of a Dask scheduler such as tcp://host:8786."""
+
+    @field_validator("scheduler")
+    @classmethod
+    def _scheduler_is_an_address(cls, scheduler: str) -> str:
+        if not re.fullmatch(r"local|(tcp|tls|ucx)://.+:\d+", scheduler):
+            raise ValueError(
+                f"'{scheduler}' is no address of a Dask scheduler; give local, or one such as tcp://host:8786 "
+                f"(tcp, tls or ucx)"
+            )
+        return scheduler
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -192,7 +192,7 @@ class ConnectionConfig(Settings):
         if kind not in CONNECTIONS:
             raise UserError(f"unknown residual connection '{kind}'; {did_you_mean(kind, CONNECTIONS)}")
         complete = validate(CONNECTIONS[kind].Options, options, f"residual connection '{kind}'")
-        super().__init__(kind=kind, **complete.model_dump())  # type: ignore[call-arg]
+        super().__init__(kind=kind, **complete.model_dump())
 
     def __hash__(self) -> int:
         return hash((self.kind, *sorted((self.__pydantic_extra__ or {}).items())))

@@ -317,7 +317,11 @@ class DepthEnds(Ends):
         return Banked(bank, token, 1, self)
 
     def implementation(self, x: Tensor) -> str:
-        """What is to compute reads of a stream like x: `numba`, `triton` or `naive`. What has is in `ran`."""
+        """What is to compute reads of a stream like x where every layer takes its turn: `numba`, `triton` or `naive`.
+        What has, also where layers are skipped, swapped or repeated, is in `ran`."""
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            found = x.dtype if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise UserError(f"depth attention: x is {found}; give a floating-point tensor [..., d]")
         if not self.options.fused or len(self.sites) != self.output.site.sublayers:
             return "naive"
         return implementation(x) or "naive"

@@ -244,14 +244,24 @@ class Stack(nn.Module):
     def forward(self, x: Tensor, **context: Any) -> Tensor:
         """x [..., d] -> [..., d], in the dtype of x; `context` goes to the sublayers that take it.
 
-        A UserError names what none of them takes.
+        A UserError names what none of them takes, and two devices where x and the parameters are not on one.
         """
         for name in context.keys() - (self._takes if self._takes is not None else context.keys()):
             raise UserError(f"no sublayer of this stack takes '{name}'; {did_you_mean(name, self._takes or ())}")
-        if x.shape[-1:] != (self.width,) or not x.is_floating_point():
+        if not isinstance(x, Tensor) or x.shape[-1:] != (self.width,) or not x.is_floating_point():
+            found = f"{list(x.shape)} {x.dtype}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise UserError(f"x is {found}; this stack takes a tensor of floating-point numbers [..., {self.width}]")
+        try:
+            return self._run(x, context)
+        except Exception as error:
+            if (elsewhere := self._other_device(x)) is None:
+                raise
             raise UserError(
-                f"x is {list(x.shape)} {x.dtype}; this stack takes floating-point numbers [..., {self.width}]"
-            )
+                f"x is on {x.device}, the parameters of this stack on {elsewhere}; move one of them, "
+                f"such as x.to('{elsewhere}')"
+            ) from error
+
+    def _run(self, x: Tensor, context: dict[str, Any]) -> Tensor:
         checkpointing = self.checkpointing and torch.is_grad_enabled() and context.get("cache") is None
         start = self.norm_start(x)
         stream = self.ends.start(start if self.stream_dtype is None else start.to(self.stream_dtype))
@@ -261,6 +271,12 @@ class Stack(nn.Module):
             else:
                 stream = block(stream, **context)
         return self.ends.finish(stream).to(x.dtype)
+
+    def _other_device(self, x: Tensor) -> torch.device | None:
+        """Where the parameters are, if none is where x is. Asked once something failed: to look costs time, and
+        parameters that a wrapper fetches from another device are no fault."""
+        devices = [parameter.device for parameter in self.parameters()]
+        return devices[0] if devices and x.device not in devices else None
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -23,7 +23,11 @@ _TAGS = (torch.Tag.cudagraph_unsafe,)  # a graph would replay the addresses of t
 
 
 def implementation(source: Tensor) -> str:
-    """What runs depth attention of sources like this one: `numba` on the CPU, `triton` on CUDA, else `naive`."""
+    """What runs depth attention of sources like this one: `numba` on the CPU, `triton` on CUDA, else `naive`.
+
+    A UserError where it takes no such source.
+    """
+    _require_form("the source", source)
     fused = {"cpu": "numba", "cuda": "triton"}
     return "naive" if source.dtype not in _FUSED else fused.get(source.device.type, "naive")
 
@@ -55,23 +59,33 @@ def _require(query: Tensor, sources: Sequence[Tensor], eps: float) -> None:
         )
     if not sources:
         raise UserError("depth_attention: there is no source; give at least one")
+    first = sources[0]
+    _require_form("source 0", first)
     for number, source in enumerate(sources):
         if not isinstance(source, Tensor):
-            raise UserError(f"depth_attention: source {number} is a {type(source).__name__}; give tensors [..., d]")
-    first = sources[0]
-    if first.ndim == 0 or first.shape[-1] == 0:
-        raise UserError(f"depth_attention: sources are {list(first.shape)}; give [..., d] with d of 1 or more")
-    for number, source in enumerate(sources):
+            raise _no_tensor(f"source {number}", source)
         if (source.shape, source.dtype, source.device) != (first.shape, first.dtype, first.device):
             raise UserError(
                 f"depth_attention: source {number} is {list(source.shape)} {source.dtype} on {source.device}, source 0 "
                 f"{list(first.shape)} {first.dtype} on {first.device}; give sources of one kind"
             )
-    if not first.is_floating_point():
-        raise UserError(f"depth_attention: sources are {first.dtype}; give floating-point ones")
     if not isinstance(eps, int | float) or not eps >= 0:
         raise UserError(f"depth_attention: eps is {eps!r}; give a number, 0 or more")
     _require_vector("query", query, first)
+
+
+def _require_form(name: str, source: Tensor) -> None:
+    """[..., d], floating."""
+    if not isinstance(source, Tensor):
+        raise _no_tensor(name, source)
+    if source.ndim == 0 or source.shape[-1] == 0:
+        raise UserError(f"depth_attention: {name} is {list(source.shape)}; give [..., d] with d of 1 or more")
+    if not source.is_floating_point():
+        raise UserError(f"depth_attention: {name} is {source.dtype}; give a floating-point one")
+
+
+def _no_tensor(name: str, source: object) -> UserError:
+    return UserError(f"depth_attention: {name} is a {type(source).__name__}; give a tensor [..., d]")
 
 
 def _require_vector(name: str, vector: Tensor, source: Tensor) -> None:
