@@ -97,9 +97,9 @@ def _draw_rises(axes: Axes, params: Params, tried: Grid) -> None:
             means.append(float(np.mean(values)))
         axes.plot(at, means, color=plotting.colour(name), linewidth=1, label=name)
     axes.set_xticks(range(len(deep.learning_rates)), [f"{rate:g}" for rate in deep.learning_rates])
-    axes.set_title(f"{deep.depth} blocks: how far the loss rises again")
+    axes.set_title(f"{deep.depth} blocks: how far the loss rises")
     axes.set(xlabel="peak learning rate", ylabel="largest rise (nats),\nguess taken off")
-    axes.legend()
+    plotting.legend_beside(axes)
 
 
 def _draw_losses(axes: Axes, params: Params, trained: Runs) -> None:
