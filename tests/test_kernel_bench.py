@@ -1,6 +1,7 @@
 """The kernel benchmark: its table, its models of cost, and what it does where something is missing."""
 
 import dataclasses
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -378,3 +379,24 @@ def test_an_older_table_is_drawn_too(table: pd.DataFrame, tmp_path: Path) -> Non
     older = table.drop(columns=["bandwidth_gbs", "forward_share"]).replace({"implementation": {"plain": "naive"}})
     kernel_bench_figure.write(older, tmp_path / "older.png")
     assert imread(tmp_path / "older.png").shape[1] >= 1600
+
+
+_FAULTS = """
+import resource, torch
+from reslab.timing import keep_freed_memory
+keep_freed_memory()
+def allocate():
+    tensors = [torch.empty(2**21).fill_(1) for _ in range(8)]
+for _ in range(3):
+    allocate()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+allocate()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc is told to keep memory")
+def test_freed_memory_is_used_again() -> None:
+    """8 tensors of 8 MiB are 16 384 pages where the system hands them out anew."""
+    found = subprocess.run([sys.executable, "-c", _FAULTS], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 1000

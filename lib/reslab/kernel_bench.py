@@ -38,7 +38,15 @@ from reslab.residuals import ConnectionConfig
 from reslab.residuals.depth_attention import AttnResOptions
 from reslab.residuals.stack import StreamDtype
 from reslab.schema import UserError
-from reslab.timing import Clock, TrainingStep, copy_bandwidth, interleaved, large_buffer, read_bandwidth
+from reslab.timing import (
+    Clock,
+    TrainingStep,
+    copy_bandwidth,
+    interleaved,
+    keep_freed_memory,
+    large_buffer,
+    read_bandwidth,
+)
 
 __all__ = ["COLUMNS", "SIZES", "Moved", "Sizes", "bytes_of_read", "bytes_of_step", "main"]
 
@@ -425,6 +433,7 @@ def main(device: str = "cpu", repeats: int | None = None, quick: bool = False) -
             "bench kernel: device cuda asked for, but PyTorch finds no CUDA device; leave --device out to measure the "
             "CPU, or install a CUDA build of torch on a machine with a GPU"
         )
+    keep_freed_memory()
     sizes = {name: each.smallest() if quick else each for name, each in SIZES.items()}
     path = (paths.BUILD if quick else paths.FIGURES) / "bench_kernel.csv"
     rows = _measured(sizes[device], repeats)

@@ -4,6 +4,7 @@ Everything that is compared runs in one process, in rounds that have each once i
 from run to run; allocated bytes do not.
 """
 
+import ctypes
 import os
 import random
 import time
@@ -25,6 +26,7 @@ __all__ = [
     "allocated_peak",
     "copy_bandwidth",
     "interleaved",
+    "keep_freed_memory",
     "large_buffer",
     "read_bandwidth",
 ]
@@ -57,6 +59,21 @@ class Clock:
             return [1e3 * (after - before) for before, after in pairs]
         torch.cuda.synchronize()
         return [before.elapsed_time(after) for before, after in pairs]
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""What glibc's mallopt calls them."""
+
+
+def keep_freed_memory() -> None:
+    """Have this process keep what is freed, also large tensors, where its allocator is glibc's; elsewhere nothing.
+
+    Else each round gets its memory from the system page by page, which can take longer than what is measured.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, 2**25)  # the most that it takes
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def large_buffer(device: str) -> Tensor:
